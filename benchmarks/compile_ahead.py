@@ -53,7 +53,7 @@ def stack_pointer_taken(cubin: bytes) -> list[str]:
     found = []
     for instruction in _instructions(cubin):
         operands = re.sub(r"\[[^]]*\]", "", instruction)  # addresses are what it is for
-        if re.search(r"\bR1\b", operands) and not re.match(r"(@\S+ )?\S+ R1,", operands):
+        if re.search(r"\bR1\b", operands) and not re.match(r"(@\S+ )?(PRMT\b|\S+ R1,)", operands):  # PRMT: bytes of no meaning
             found.append(instruction.strip())
     return found
 

@@ -16,9 +16,11 @@ import torch
 
 import compile_ahead
 import gpu_decode
-from headrace.fast_decode import halves, products
+from headrace.fast_decode import products
 from headrace.fast_decode import tiles as decode_tiles
-from headrace.fast_decode.products import GemvTile, PairTile, Tile, WarpTile  # noqa: F401  (what --tile may name)
+from headrace.fast_decode.products import GemvTile, RoundedTile, Tile, WarpTile  # noqa: F401  (what --tile may name)
+from headrace.fast_decode.ring_tile import row_block
+from headrace.fast_decode.rounded_tile import PAIR_ROWS
 from headrace.fast_decode.skinny_gemm import GemmTile  # noqa: F401
 from headrace.kernels.split import SplitSpace
 
@@ -69,24 +71,30 @@ def launch(name: str, kind: str, rows: int, tile: Tile) -> None:
     weight = gpu_decode.narrow_meta(height, shape.width, kind) if kind != "float" else gpu_decode.Weight(
         torch.empty(height, shape.width, dtype=gpu_decode.BF16, device=META)
     )  # fmt: skip
-    half = kind == "fp8" and name != "o" and rows > halves.ABOVE  # as in whole steps
-    x = torch.empty(rows, shape.width, dtype=torch.float16 if half else gpu_decode.BF16, device=META)
+    def activation(columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As in whole steps."""
+        if not isinstance(tile, RoundedTile):
+            return torch.empty(rows, columns, dtype=gpu_decode.BF16, device=META), None
+        codes = torch.empty(*((2,) if rows <= PAIR_ROWS else ()), rows, columns, dtype=torch.float8_e4m3fn, device=META)
+        return codes, torch.empty(columns // 128, row_block(rows), device=META)
 
     def floats(*sizes: int) -> torch.Tensor:
         return torch.empty(*sizes, dtype=torch.float32, device=META)
 
-    out, sumsq = torch.empty(rows, shape.columns, dtype=gpu_decode.BF16, device=META), floats(rows, 64)
+    (x, sizes), (out, out_sizes), sumsq = activation(shape.width), activation(shape.columns), floats(rows, 64)
+    norm = torch.empty(shape.columns, dtype=gpu_decode.BF16, device=META)
     splits = products.num_splits(tile)
     space = None
     if splits > 1:
         space = SplitSpace(tile.partial_elements(rows, shape.columns), -(-shape.columns // tile.block_n), META)
     if shape.gated:
-        products.glu(x, weight, out, tile, sumsq=sumsq, eps=1e-6)
+        products.glu(x, weight, out, tile, sumsq=sumsq, eps=1e-6, sizes=sizes, out_sizes=out_sizes)
     elif name in ("o", "down"):
         tiles = -(-shape.columns // tile.block_n)
-        products.residual(x, weight, floats(rows, shape.columns), out, floats(rows, tiles), out[0], tile, space)
+        total, sums = floats(rows, shape.columns), floats(rows, tiles)
+        products.residual(x, weight, total, out, sums, norm, tile, space, sizes=sizes, out_sizes=out_sizes)
     else:
-        products.project(x, weight, floats(splits, rows, shape.columns), tile, sumsq=sumsq, eps=1e-6)
+        products.project(x, weight, floats(splits, rows, shape.columns), tile, sumsq=sumsq, eps=1e-6, sizes=sizes)
 
 
 def usual_tile(name: str, kind: str, rows: int) -> Tile:

@@ -16,6 +16,7 @@ from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import Tile
 from headrace.fast_decode.ring_tile import RingAttention, RingTile
 from headrace.fast_decode.ring_tile import row_block as ring_rows
+from headrace.fast_decode.rounded_tile import PAIR_ROWS, RoundedTile
 from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.tiles import (
@@ -102,8 +103,23 @@ def narrow_candidates(shape: Shape, rows: int, per_byte: int) -> list[Tile]:
     return list(dict.fromkeys(found))
 
 
+def rounded_candidates(shape: Shape, rows: int) -> list[Tile]:
+    """Of FP8 layers on Hopper: programs for half the card to twice it, rings of a third of what one may have to all of it."""
+    found: list[Tile] = []
+    for block_n, splits, stages in itertools.product((64, 128), (1, 2, 4, 8), (3, 4, 5, 6, 7, 8, 12)):
+        step = 128 * (block_n * (2 if shape.gated else 1) + ring_rows(rows) * (2 if rows <= PAIR_ROWS else 1))
+        programs = shape.columns // block_n * splits
+        if shape.columns % block_n or shape.width % (128 * splits) or not 60 << 10 <= stages * step <= ALONE_BYTES:
+            continue
+        if 0.5 * FILL <= programs <= 2.2 * FILL and (splits == 1 or shape.splittable):
+            found.append(RoundedTile(block_n, splits, stages, 8 if block_n == 128 and (shape.gated or rows > 32) else 4))
+    return found
+
+
 def candidates(shape: Shape, rows: int, kind: Kind = "float") -> list[Tile]:
     """What `tune` tries for one product: four to sixty tiles."""
+    if kind == "fp8" and rows > 1:
+        return rounded_candidates(shape, rows)
     if kind != "float":
         return narrow_candidates(shape, rows, packed(kind))
     found = wide_candidates(shape, rows) if rows > ALL_ROWS else []

@@ -30,7 +30,6 @@ from headrace.fast_decode import products
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.gemv import GemvTile
-from headrace.fast_decode.pair_gemm import PairTile
 from headrace.fast_decode.products import glu, project
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.warp_gemm import WarpTile
@@ -324,19 +323,17 @@ def narrow_products() -> None:
     products.project(meta(8, 4096), gpu_decode.narrow_meta(6144, 4096, "fp8"), meta(1, 8, 6144), WarpTile(16, 8, 8, 2))
     tile = decode_tiles.narrow_tile(shapes["qkv"], 32, "fp8")
     slabs = meta(products.num_splits(tile), 32, 6144, dtype=f32)
-    for dtype in (torch.bfloat16, torch.float16):
-        x = meta(32, 4096, dtype=dtype)
-        products.project(x, gpu_decode.narrow_meta(6144, 4096, "fp8"), slabs, tile, sumsq=meta(32, 64, dtype=f32))
+    products.project(meta(32, 4096), gpu_decode.narrow_meta(6144, 4096, "fp8"), slabs, tile, sumsq=meta(32, 64, dtype=f32))
 
 
-def pair_products() -> None:
-    shapes = decode_tiles.product_shapes(gpu_decode.MODELS["8b"])
-    gated, down = (decode_tiles.narrow_tile(shapes[name], 8, "fp8") for name in ("gate_up", "down"))
-    assert isinstance(gated, PairTile) and isinstance(down, PairTile)
-    gate_up, sumsq = gpu_decode.narrow_meta(2 * 12288, 4096, "fp8"), meta(8, 64, dtype=torch.float32)
-    products.glu(meta(8, 4096), gate_up, meta(8, 12288), gated, sumsq=sumsq, eps=1e-6)
-    out = meta(down.splits, 8, 4096, dtype=torch.float32)
-    products.project(meta(8, 12288), gpu_decode.narrow_meta(4096, 12288, "fp8"), out, down)
+def fp8_step(rows: int) -> None:
+    """A decode step whose activations are FP8, of 8B shape."""
+    device = torch.device("meta")
+    config = replace(gpu_decode.MODELS["8b-fp8"], num_layers=2)
+    weights = gpu_decode.random_weights(config, False, device, 1, "fp8")
+    fast = FastDecode(config, weights, rows, device, max_model_len=4096)
+    assert fast.rounds
+    fast.forward(gpu_decode.Input(config, rows, 500, 8 * rows, device).batch([500] * rows), gpu_decode.Cache(config, 64, device))
 
 
 def large_products(rows: int) -> None:
@@ -452,7 +449,7 @@ CASES: dict[str, Callable[[], None]] = {
     "decode of 8 rows ahead": decode(8, lambda config: gpu_decode.forced(config, "ahead")),
 }
 LARGE = {  # with tiles made for the shared memory of sm_90
-    "narrow products in pairs": pair_products,
+    **{f"FP8 step of {n} rows": partial(fp8_step, n) for n in (8, 16, 32, 64)},
     "roles 8B": roles(32, 8, 128),
     "roles head 64 window": roles(64, 8, 64, window=4096),
     "roles head 256 window softcap": roles(8, 4, 256, window=4096, softcap=50.0),

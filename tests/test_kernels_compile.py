@@ -29,7 +29,7 @@ def run(script: str, *args: str, **env: str) -> str:
 PARTS = {  # by card; `make conformance` has them all
     80: ("decode of 1 row", "decode of 4 rows 8B", "adapters of 32"),
     86: ("products of 64 rows", "adapted experts of 1024 rows in FP4"),
-    90: ("sampling", "all-reduce", "ranks'", "decode of 1 row", "in rings", "decode of 64 rows 8B", "decode of 256 rows", "narrow products",
+    90: ("sampling", "all-reduce", "ranks'", "decode of 1 row", "in rings", "decode of 64 rows 8B", "decode of 256 rows", "narrow products", "FP8 step",
          "latent 20 heads", "small delta net in float32", "varlen 0.6B", "roles head 256", "by copies"),
     120: ("varlen head 256 window", "widened 8B in FP8"),
 }  # fmt: skip
@@ -107,9 +107,15 @@ def test_the_assembler_has_lost_nothing(compiled) -> None:
 def test_narrow_products_compile(compiled) -> None:
     kernels = of(compiled[90], "narrow products")
     names = [kernel["kernel"] for kernel in kernels]
-    few, more, pairs = ["_warp_kernel", "_gemv_kernel", "_warp_kernel"], ["_narrow_kernel"] * 2, ["_pair_kernel"] * 2
-    assert names == few + more + pairs
+    assert names == ["_warp_kernel", "_gemv_kernel", "_warp_kernel", "_narrow_kernel"]
     assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"
+
+
+def test_steps_in_fp8_compile(compiled) -> None:
+    kernels = [kernel for kernel in of(compiled[90], "FP8 step") if kernel["kernel"] != "_narrow_kernel"]  # the head's
+    assert [kernel["kernel"] for kernel in kernels].count("_rounded_kernel") == 5 * len({kernel["case"] for kernel in kernels})
+    assert not [kernel for kernel in kernels if kernel["spills"]], "registers are spilled"
+    assert max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[90]
 
 
 @pytest.mark.parametrize(("capability", "part"), [(86, PARTS[86][0]), (86, PARTS[86][1]), (120, PARTS[120][0]), (120, PARTS[120][1]), (90, "latent 20 heads")])

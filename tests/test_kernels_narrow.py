@@ -83,35 +83,6 @@ def test_joining_the_residual(form: str, tile, rows: int) -> None:
     close(sumsq.sum(1, keepdim=True), expected[2], TOLERANCE)
 
 
-@pytest.mark.parametrize("tile", [GemmTile(32, 128, 1, 4, 3), GemmTile(32, 128, 2, 4, 3), WIDE], ids=str)
-@pytest.mark.parametrize("form", ["fp8 row", "fp8 blocks"])
-def test_activations_in_float16(form: str, tile) -> None:
-    """A 16th of x goes in, and a 16th of what comes out."""
-    columns, width, rows = 128, 512, 9
-    x, w, norm = random(rows, width, dtype=torch.bfloat16), narrow(form, columns, width, DEVICE, seed=1), random(columns, seed=3)
-    half, total = (x.float() / 16).half(), random(rows, columns, seed=4)
-    expected = residual_reference(x, w, total, norm, 0.5, 0.3, None)
-    normed = torch.full((rows, columns), NAN, dtype=torch.float16, device=DEVICE)
-    sumsq = torch.full((rows, -(-columns // tile.block_n)), NAN, device=DEVICE)
-    products.residual(half, w, total, normed, sumsq, norm, tile, split_space(tile, rows, columns), norm_offset=0.5, scale=0.3)
-    close(total, expected[0], TOLERANCE)
-    close(normed.float() * 16, expected[1], 1e-3)
-    if tile.splits == 1:
-        out = torch.full((rows, columns // 2), NAN, dtype=torch.float16, device=DEVICE)
-        products.glu(half, w, out, tile, sumsq=None, eps=1e-5)
-        close(out.float() * 16, glu_reference(x, w, None, 1e-5, "silu"), 1e-3)
-
-
-def test_what_is_too_large_for_float16_is_cut_off_and_what_is_no_number_is_seen() -> None:
-    w = Weight(torch.ones(32, 128, device=DEVICE).to(torch.float8_e4m3fn), torch.ones(32, 1, device=DEVICE), None, "fp8")
-    x = torch.zeros(3, 128, dtype=torch.bfloat16, device=DEVICE)
-    x[:, 0] = torch.tensor([2.0**22, -(2.0**21), NAN])
-    total, sumsq = torch.zeros(3, 32, device=DEVICE), torch.full((3, 1), NAN, device=DEVICE)
-    normed = torch.full((3, 32), NAN, dtype=torch.float16, device=DEVICE)
-    products.residual(x, w, total, normed, sumsq, torch.ones(32, device=DEVICE), GemmTile(32, 128, 1, 4, 3), None)
-    assert (normed[0] == 65504).all() and (normed[1] == -65504).all() and normed[2].isnan().all()
-
-
 @pytest.mark.parametrize("form", ["fp8 row", "int8 row", "int4 by 128", "fp4 by 32"])
 @pytest.mark.parametrize(("tile", "rows"), [(GEMV, 1), (WIDE, 16)], ids=["one row", "many rows"])
 def test_every_code_is_what_it_stands_for(form: str, tile, rows: int) -> None:

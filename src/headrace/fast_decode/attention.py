@@ -22,6 +22,7 @@ from headrace.fast_decode.ring_tile import RingAttention
 from headrace.kernels.activation import soft_cap
 from headrace.kernels.fp8_cache import fp8_factors, fp8_kind, largest, pairs
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl, touch
+from headrace.kernels.rounded import keep, put
 from headrace.kernels.split import MERGE_ELEMENTS, SplitSpace, count_part, merge_attention
 
 
@@ -88,24 +89,25 @@ def _quantized(x):
     return (x * factor).to(tl.float8e4nv), scale
 
 
-@jit(do_not_specialize=["num_splits", "window"])
+@jit(do_not_specialize=["num_splits", "window", "sizes_stride", "second"])
 def _decode_attention_kernel(
     qkv_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr,
     q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, sinks_ptr,
-    out_ptr, partials_ptr, lse_ptr, tickets_ptr,
-    slab_stride, table_stride, stride_block, stride_token, stride_head, num_splits, window,
+    out_ptr, out_sizes_ptr, partials_ptr, lse_ptr, tickets_ptr,
+    sizes_stride, second, slab_stride, table_stride, stride_block, stride_token, stride_head, num_splits, window,
     scale, softcap, eps, norm_offset,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, HALF: tl.constexpr,
     GROUP_BLOCK: tl.constexpr, MERGE_GROUP: tl.constexpr, MERGE_SPLITS: tl.constexpr, SLABS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr, QK_NORM: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
-    HEADS_FIRST: tl.constexpr, TOUCH: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    HEADS_FIRST: tl.constexpr, TOUCH: tl.constexpr, FP8: tl.constexpr, PAIR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth  # elements of a cache line
     PACK: tl.constexpr = 2 if FP8 else 1  # numbers in a column of the cache
     COLUMNS: tl.constexpr = DIM_BLOCK // PACK
-    MODEL: tl.constexpr = out_ptr.dtype.element_ty if FP8 else k_ptr.dtype.element_ty
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
+    MODEL: tl.constexpr = (tl.bfloat16 if tl.float8e4nv == OUT else OUT) if FP8 else k_ptr.dtype.element_ty
     if HEADS_FIRST:
         head = tl.program_id(0)
         split = tl.program_id(1)
@@ -133,11 +135,14 @@ def _decode_attention_kernel(
     out = out_ptr + (b * HEADS + head * GROUP) * DIM
     out_place = rg[:, None] * DIM + rd[None, :]
     out_ok = g_ok[:, None] & d_ok[None, :]
+    out_sizes = rg
+    if tl.float8e4nv == OUT:  # of a head of a row
+        out_sizes = out_sizes_ptr + (head * GROUP + rg) * sizes_stride + b
     if lo > pos:  # nothing to read
         if PDL:
             gdc_wait()
         if (pos < 0) & (split == 0):
-            tl.store(out + out_place, tl.zeros([GROUP_BLOCK, DIM_BLOCK], out_ptr.dtype.element_ty), mask=out_ok)
+            put(out + out_place, tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32), out_ok, out_sizes, g_ok, second, 1, PAIR)
         return
     owner = pos < lo + share
     hi = tl.minimum(pos, lo + share)  # of the cached tokens; the new one comes from the product
@@ -261,7 +266,7 @@ def _decode_attention_kernel(
         gate = _sum_slabs(q_row + (HEADS + 2 * KV_HEADS) * DIM + rd[None, :], slab_stride, out_ok, SLABS)
         result *= tl.sigmoid(gate)
     if used == 1:
-        tl.store(out + out_place, result.to(out_ptr.dtype.element_ty), mask=out_ok)
+        put(out + out_place, result, out_ok, out_sizes, g_ok, second, 1, PAIR)
     else:
         base = (b * KV_HEADS + head) * num_splits
         part = ((base + split) * GROUP + rg).to(tl.int64)
@@ -270,29 +275,34 @@ def _decode_attention_kernel(
         ticket = tickets_ptr + b * KV_HEADS + head
         if count_part(ticket) == used - 1:
             tl.store(ticket, 0)
-            merge_attention(out, partials_ptr, lse_ptr, base, used, 1, 0, GROUP, DIM, DIM_BLOCK, 1, MERGE_GROUP, MERGE_SPLITS)
+            merge_attention(
+                out, partials_ptr, lse_ptr, base, used, 1, 0, GROUP, DIM, DIM_BLOCK, 1, MERGE_GROUP, MERGE_SPLITS,
+                out_sizes_ptr, sizes_stride, head * GROUP * sizes_stride + b, second, PAIR,
+            )  # fmt: skip
 
 
 def decode_attention(
     qkv: Tensor, out: Tensor, kv: KVCache, layer: int, *, block_tables: Tensor, seq_slots: Tensor, seq_lens: Tensor,
     slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: HeadShape,
     window: int, num_splits: int, tile: AttentionTile | RingAttention, space: SplitSpace, sinks: Tensor | None = None,
+    sizes: Tensor | None = None,
 ) -> None:  # fmt: skip
     """qkv [slabs, B, (heads + 2 kv heads) * head_dim, and that of gates] (summed over the slabs) -> out [B, heads * head_dim].
 
     Row b is the newest token of a sequence: seq_lens[b] tokens long with it, block table block_tables[seq_slots[b]], its own
     place slot_mapping[b] (-1: not written); a row with seq_lens 0 is padding and gets zeros. cos, sin [P, rotated / 2]
     float32; q_norm, k_norm [head_dim] or None. window counts tokens with the query's own (0: all). sinks [heads] float32: as of
-    AttentionBackend.attend.
+    AttentionBackend.attend. `out` may be FP8, also pairs, with `sizes` [heads, >= B], its chunks a head each
+    (kernels/rounded.py).
     num_splits programs share a sequence's context.
     """
     slabs, rows, _ = qkv.shape
     if not runs_triton(qkv):
-        out.copy_(decode_attention_reference(
+        keep(out, decode_attention_reference(
             qkv.sum(0), kv, layer, block_tables=block_tables, seq_slots=seq_slots, seq_lens=seq_lens,
             slot_mapping=slot_mapping, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, heads=heads, window=window,
             sinks=sinks,
-        ))  # fmt: skip
+        ), sizes)  # fmt: skip
         return
     k, v, kind = kv.k[layer], kv.v[layer], fp8_kind(out, kv.scales[layer][0])
     if isinstance(tile, RingAttention):
@@ -301,7 +311,7 @@ def decode_attention(
         ring_attention(
             qkv, out, k, v, block_tables=block_tables, seq_slots=seq_slots, seq_lens=seq_lens, slot_mapping=slot_mapping,
             cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, heads=heads, window=window, num_splits=num_splits, tile=tile,
-            space=space,
+            space=space, sizes=sizes,
         )  # fmt: skip
         return
     if tile.few and takes_few(heads, 2 * cos.shape[1], num_splits):
@@ -321,13 +331,14 @@ def decode_attention(
     grid = (heads.num_kv_heads, num_splits, rows) if tile.heads_first else (rows, heads.num_kv_heads, num_splits)
     _decode_attention_kernel[grid](
         qkv, k, v, *kv.scales[layer], block_tables, seq_slots, seq_lens, slot_mapping, q_norm, k_norm, cos, sin,
-        sinks, out, space.partials, space.lse, space.tickets,
-        qkv.stride(0), block_tables.stride(0), k.stride(0), k.stride(1), k.stride(2), num_splits, window,
+        sinks, out, sizes, space.partials, space.lse, space.tickets,
+        0 if sizes is None else sizes.stride(0), out.stride(0), qkv.stride(0), block_tables.stride(0), k.stride(0), k.stride(1),
+        k.stride(2), num_splits, window,
         heads.scale, heads.softcap, heads.norm_eps, heads.norm_offset,
         HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, DIM=heads.head_dim, DIM_BLOCK=dim_block, HALF=cos.shape[1],
         GROUP_BLOCK=max(16, next_power_of_2(group)), MERGE_GROUP=merge_group, MERGE_SPLITS=merge_splits, SLABS=slabs,
         BLOCK_SIZE=k.shape[1], BLOCK_N=tile.block_n, MIN_TILES=tile.min_tiles, QK_NORM=q_norm is not None,
         HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0, SINKS=sinks is not None, GATED=heads.gated,
-        EARLY=tile.early, HEADS_FIRST=tile.heads_first, TOUCH=tile.touch, FP8=kind,
+        EARLY=tile.early, HEADS_FIRST=tile.heads_first, TOUCH=tile.touch, FP8=kind, PAIR=out.dim() == 3,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(qkv),
     )  # fmt: skip

@@ -27,6 +27,7 @@ from headrace.fast_decode.ring_gemm import grid_dependency
 from headrace.fast_decode.ring_tile import RingAttention
 from headrace.kernels.activation import soft_cap
 from headrace.kernels.launch import pdl
+from headrace.kernels.rounded import put
 from headrace.kernels.split import SplitSpace
 
 TILE, HEADS_AT_ONCE = 64, 8  # keys of a step, a block of the cache; query heads of a key-value head at most
@@ -51,6 +52,16 @@ def _clear_tail(tile, tail, parts: gl.constexpr, DIM: gl.constexpr, TILE: gl.con
 
 
 @gluon.jit
+def _sizes(sizes_ptr, sizes_stride, b, heads, out_ptr):
+    """Where those of a row's heads lie, where they are FP8."""
+    OUT: gl.constexpr = out_ptr.dtype.element_ty
+    places = heads
+    if gl.float8e4nv == OUT:
+        places = sizes_ptr + heads * sizes_stride + b
+    return places
+
+
+@gluon.jit
 def _slabs(pointers, slab_stride, mask, SLABS: gl.constexpr):
     x = gl.load(pointers, mask=mask, other=0.0)
     for j in gl.static_range(1, SLABS):
@@ -58,14 +69,14 @@ def _slabs(pointers, slab_stride, mask, SLABS: gl.constexpr):
     return x
 
 
-@gluon.jit(do_not_specialize=["num_splits", "window"])
+@gluon.jit(do_not_specialize=["num_splits", "window", "sizes_stride", "second"])
 def _ring_attention_kernel(
     qkv_ptr, k_tiles, v_tiles, k_ptr, v_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr, q_norm_ptr, k_norm_ptr, cos_ptr,
-    sin_ptr, out_ptr, partials_ptr, lse_ptr, tickets_ptr,
-    slab_stride, table_stride, num_splits, window, scale, softcap, eps, norm_offset,
+    sin_ptr, out_ptr, sizes_ptr, partials_ptr, lse_ptr, tickets_ptr,
+    sizes_stride, second, slab_stride, table_stride, num_splits, window, scale, softcap, eps, norm_offset,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr,
     SLABS: gl.constexpr, CHUNK: gl.constexpr, RING: gl.constexpr, MERGE: gl.constexpr, QK_NORM: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PDL: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PAIR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = HEADS // KV_HEADS
     HALF: gl.constexpr = DIM // 2
@@ -107,7 +118,9 @@ def _ring_attention_kernel(
             grid_dependency("wait")
             grid_dependency("launch_dependents")
         if (pos < 0) & (split == 0):
-            gl.store(out + rg[:, None] * DIM + rd[None, :], gl.full([ROWS, DIM], 0.0, gl.bfloat16, prep), mask=g_ok)
+            of_rows = _sizes(sizes_ptr, sizes_stride, b, head * GROUP + rg, out_ptr)
+            zeros = gl.full([ROWS, DIM], 0.0, gl.float32, prep)
+            put(out + rg[:, None] * DIM + rd[None, :], zeros, g_ok, of_rows, rg < GROUP, second, 1, PAIR)
         return
     count = gl.minimum(share, begin + tiles - first)
     owner = first + count == begin + tiles
@@ -227,9 +240,10 @@ def _ring_attention_kernel(
     g = gl.arange(0, ROWS, layout=gl.SliceLayout(0, flat))
     ok = (d >= 0)[:, None] & (g < GROUP)[None, :]
     at = g[None, :] * DIM + d[:, None]
+    sizes = _sizes(sizes_ptr, sizes_stride, b, head * GROUP + g, out_ptr)
     used = (tiles + share - 1) // share
     if used == 1:
-        gl.store(out + at, o.to(gl.bfloat16), mask=ok)
+        put(out + at, o, ok, sizes, g < GROUP, second, 0, PAIR)
     else:
         base = (b * KV_HEADS + head) * num_splits
         slab = partials_ptr + base.to(gl.int64) * (GROUP * DIM) + at
@@ -264,13 +278,14 @@ def _ring_attention_kernel(
                     weight_sum += w
                     o += xs[j] * w[None, :]
                 top = new
-            gl.store(out + at, (o / gl.where(weight_sum == 0.0, 1.0, weight_sum)[None, :]).to(gl.bfloat16), mask=ok)
+            o = o / gl.where(weight_sum == 0.0, 1.0, weight_sum)[None, :]
+            put(out + at, o, ok, sizes, g < GROUP, second, 0, PAIR)
 
 
 def ring_attention(
     qkv: Tensor, out: Tensor, k: Tensor, v: Tensor, *, block_tables: Tensor, seq_slots: Tensor, seq_lens: Tensor,
     slot_mapping: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, heads: HeadShape, window: int,
-    num_splits: int, tile: RingAttention, space: SplitSpace,
+    num_splits: int, tile: RingAttention, space: SplitSpace, sizes: Tensor | None = None,
 ) -> None:  # fmt: skip
     """As `attention.decode_attention`."""
     slabs, rows, _ = qkv.shape
@@ -279,9 +294,9 @@ def ring_attention(
     k_tiles, v_tiles = (TensorDescriptor.from_tensor(x.view(-1, kv_heads * dim), [TILE, dim], layout) for x in (k, v))
     _ring_attention_kernel[kv_heads, num_splits, rows](
         qkv, k_tiles, v_tiles, k, v, block_tables, seq_slots, seq_lens, slot_mapping, q_norm, k_norm, cos, sin, out,
-        space.partials, space.lse, space.tickets, qkv.stride(0), block_tables.stride(0), num_splits, window, heads.scale,
-        heads.softcap, heads.norm_eps, heads.norm_offset,
+        sizes, space.partials, space.lse, space.tickets, 0 if sizes is None else sizes.stride(0), out.stride(0), qkv.stride(0),
+        block_tables.stride(0), num_splits, window, heads.scale, heads.softcap, heads.norm_eps, heads.norm_offset,
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, TILE=TILE, ROWS=HEADS_AT_ONCE, SLABS=slabs, CHUNK=tile.chunk,
-        RING=tile.ring, MERGE=4, QK_NORM=q_norm is not None, HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0, num_warps=4,
-        **pdl(qkv),
+        RING=tile.ring, MERGE=4, QK_NORM=q_norm is not None, HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0,
+        PAIR=out.dim() == 3, num_warps=4, **pdl(qkv),
     )  # fmt: skip

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.fast_decode.halves import kept
 from headrace.kernels.activation import activate, soft_cap
 from headrace.kernels.launch import jit, next_power_of_2, tl
 from headrace.kernels.split import count_part
@@ -79,7 +78,7 @@ def finish(
     place = tl.expand_dims(rm, COLUMNS) * N + tl.expand_dims(rn, 1 - COLUMNS)
     ok = tl.expand_dims(row_ok, COLUMNS) & tl.expand_dims(rn < N, 1 - COLUMNS)
     if MODE == "glu":
-        tl.store(out_ptr + place, kept(activate(acc, ACTIVATION) * up_acc, out_ptr.dtype.element_ty), mask=ok)
+        tl.store(out_ptr + place, (activate(acc, ACTIVATION) * up_acc).to(out_ptr.dtype.element_ty), mask=ok)
     elif MODE == "project":
         y = (acc + tl.expand_dims(bias, 1 - COLUMNS)) * scale
         if HAS_SOFTCAP:
@@ -106,7 +105,7 @@ def finish(
                 old = tl.load(residual_ptr + place, mask=ok, other=0.0)
             r = old + scale * (total + tl.expand_dims(bias, 1 - COLUMNS))
             tl.store(residual_ptr + place, r, mask=ok)
-            tl.store(out_ptr + place, kept(r * tl.expand_dims(norm, 1 - COLUMNS), out_ptr.dtype.element_ty), mask=ok)
+            tl.store(out_ptr + place, (r * tl.expand_dims(norm, 1 - COLUMNS)).to(out_ptr.dtype.element_ty), mask=ok)
             tl.store(sumsq_out_ptr + rm * sumsq_out_tiles + tl.program_id(0), tl.sum(r * r, COLUMNS), mask=row_ok)
 
 

@@ -11,16 +11,17 @@ so a step can be captured in a CUDA graph. Other steps run through `Decoder`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.fast_decode import halves
+from headrace.fast_decode import rounded_tile
 from headrace.fast_decode.adapters import Adds, adapted_glu, low_rank
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.attention_reference import HeadShape
@@ -31,10 +32,11 @@ from headrace.fast_decode.experts import join_experts, takes_experts
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.join_normed import join_normed
-from headrace.fast_decode.pair_gemm import all_suit
-from headrace.fast_decode.products import Tile, glu, num_splits, project, residual
+from headrace.fast_decode.products import RoundedTile, Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
 from headrace.fast_decode.ring_tile import RingAttention, ring_attention_suits, runs
+from headrace.fast_decode.rounded_tile import PAIR_ROWS
+from headrace.fast_decode.skinny_gemm import row_block
 from headrace.fast_decode.tiles import (
     Kinds,
     StepTiles,
@@ -45,7 +47,7 @@ from headrace.fast_decode.tiles import (
     with_delta_qkv,
     with_fp8_cache,
     with_ring_attention,
-    without_pairs,
+    without_rounded,
 )
 from headrace.fast_decode.warp_gemm import suits
 from headrace.kernels.activation import gate_rows_triton
@@ -77,14 +79,22 @@ MAX_SPLITS = 32  # unless the context is longer than that many times MAX_SPLIT_T
 
 def most_rows(config: ModelConfig, tiles: TileTable | None = None, weights: DecoderWeights | None = None) -> int:
     """That an engine gives to this path, which may have a table of tiles; `weights` of a model on one card: where all are
-    multiplied as FP8 by FP8 from fewer rows on, that is faster."""
+    multiplied as FP8 by FP8 from fewer rows on elsewhere, and here activations are not rounded, that is faster."""
     if config.experts is not None:
         return MAX_EXPERT_ROWS if tiles is None else min(max(tiles), MAX_EXPERT_ROWS)
     most = max(tiles) if tiles is not None else MAX_ROWS if config.norm_place == "pre" else MAX_NORMED_ROWS
-    if weights is None or config.delta is not None:
+    if weights is None or config.delta is not None or hands_on_fp8(config, weights):
         return most
     matrices = [getattr(layer, name) for layer in weights.layers for name in MATRICES]
     return min(most, few_rows(matrices[0].data.device)) if all(map(is_scaled, matrices)) else most
+
+
+def hands_on_fp8(config: ModelConfig, weights: DecoderWeights) -> bool:
+    """Whether activations between the products of a model on one card may be FP8: see rounded_tile.py."""
+    plain = config.norm_place == "pre" and set(rare_parts(config)) <= {"attention sinks"} and not config.attn_gate
+    matrices = [getattr(layer, name) for layer in weights.layers for name in MATRICES]
+    dtype, device = weights.embedding.dtype, weights.embedding.device
+    return plain and config.head_dim in (64, 128) and rounded_tile.suit(matrices, dtype, device)
 
 
 def has_copy_engine(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -103,6 +113,18 @@ def kinds_of(weights: DecoderWeights) -> list[Kinds]:
 def usual_kinds(weights: DecoderWeights) -> Kinds:
     """Those of most layers, for which there may be a table of tiles."""
     return Counter(kinds_of(weights)).most_common(1)[0][0]
+
+
+class Chunks(NamedTuple):
+    """Sizes of activations in FP8, [chunks, rows] each; None: they are in the model's numbers. `normed`: of what qkv reads."""
+
+    normed: Tensor | None
+    normed_of_o: Tensor | None
+    attended: Tensor | None
+    inner: Tensor | None
+
+
+NO_CHUNKS = Chunks(None, None, None, None)
 
 
 class FastDecode:
@@ -126,10 +148,12 @@ class FastDecode:
         self.deltas = delta_steps(config, weights.layers)
         forms = [(of, delta is not None) for of, delta in zip(kinds, self.deltas, strict=True)]
         narrow = [m for layer in weights.layers for name in MATRICES if (m := getattr(layer, name)).kind != "float"]
-        warps, pairs = all(map(suits, narrow)), all_suit(narrow, dtype, device)
-        self.tables = {of: default_table(config, copy_engine, *of, warps, pairs) for of in dict.fromkeys([usual, *forms])}
+        warps = all(map(suits, narrow))
+        self.rounds = group is None and hands_on_fp8(config, weights)
+        of_kinds = dict.fromkeys([usual, *forms])
+        self.tables = {of: default_table(config, copy_engine, *of, warps, self.rounds) for of in of_kinds}
         if tiles is not None:
-            self.tables[usual] = dict(tiles) if pairs else without_pairs(tiles, self.tables[usual])
+            self.tables[usual] = dict(tiles) if self.rounds else without_rounded(tiles, self.tables[usual])
             if (beside := (usual[0], True)) in self.tables:
                 self.tables[beside] = with_delta_qkv(tiles, config, copy_engine, *beside, warps)
         self.tiles, self.layer_tables = self.tables[usual], [self.tables[of] for of in forms]
@@ -149,8 +173,6 @@ class FastDecode:
         self.norms = [*inner_norms, weights.final_norm]  # in the order in which the residual meets them
         assert len(self.norms) == 2 * config.num_layers + 1
         self.posts = [(layer.post_attn_norm, layer.post_mlp_norm) for layer in weights.layers]
-        alone = group is None and config.norm_place == "pre" and set(rare_parts(config)) <= {"attention sinks"}
-        self.halves = alone and halves.suit(kinds, dtype, device)
         self.rings = ring_attention_suits(config) and runs(weights.embedding)
         self._allocate(dtype, logits_dtype, device, length)
         self.ranks = None if group is None else self._rank_parts(group, dtype, device)
@@ -195,9 +217,10 @@ class FastDecode:
         self.parts = empty(parts * rows * hidden, dtype=f32)  # of a product whose sum is normed
         self.attended = empty(rows, config.q_size)
         self.inner = empty(rows, config.intermediate_size)
-        some = rows if self.halves else 0
-        self.half_normed = empty(some, hidden, dtype=torch.float16)
-        self.half_inner = empty(some, config.intermediate_size, dtype=torch.float16)
+        widths = (hidden, config.q_size, config.intermediate_size) if self.rounds else (0, 0, 0)
+        codes = max(rows, 2 * min(rows, PAIR_ROWS))
+        self.rounded = tuple(empty(codes * width, dtype=torch.float8_e4m3fn) for width in widths)
+        self.sizes = tuple(empty(width // 64, row_block(rows), dtype=f32) for width in widths)
         self.logits = empty(rows, self.weights.lm_head.shape[0], dtype=logits_dtype)
         split = [(n, tile) for n, tile in residuals if not isinstance(tile, GemvTile | TwoRowTile) and tile.splits > 1]
         both = [(n, tiles) for n, step in steps for tiles in (step, with_ring_attention(step))]
@@ -219,7 +242,7 @@ class FastDecode:
     @property
     def num_bytes(self) -> int:
         """Bytes of the workspaces and rope tables."""
-        tensors = [t for t in vars(self).values() if isinstance(t, Tensor)]
+        tensors = [t for t in vars(self).values() if isinstance(t, Tensor)] + [*self.rounded, *self.sizes]
         tensors += [] if self.ranks is None else [self.ranks.parts]
         tensors += [*self.space.tensors, *(t for pair in self.rope.values() for t in pair)]
         return sum(t.numel() * t.itemsize for t in tensors)
@@ -229,6 +252,10 @@ class FastDecode:
         table = self.tiles if table is None else table
         fit = [table[n] for n in sorted(table) if n >= rows]
         return next((step for step in fit if takes_adapters(step)), fit[0]) if adapted else fit[0]
+
+    def takes_adapters(self, rows: int) -> bool:
+        """In steps of so many rows; of more, what would be rounded is as it is here, and slower than where others round it."""
+        return self.ranks is None and not (self.rounds and rows > few_rows(self.residual.device))
 
     def _all_steps(self) -> list[tuple[int, StepTiles]]:
         """(rows, tiles) of every step and kind of layer."""
@@ -275,9 +302,15 @@ class FastDecode:
             tiles = with_ring_attention(tiles)
         total, normed, inner = self.residual[:rows], self.normed[:rows], self.inner[:rows]
         of_head, layers = normed, weights.layers[: self.depth]
-        if self.halves and rows > halves.ABOVE and adapters is None and layers:
-            normed, inner = self.half_normed[:rows], self.half_inner[:rows]
         steps = self._layer_steps(rows, isinstance(tiles.attention, SplitTile), adapters is not None)
+        attended, chunks = self.attended[:rows], NO_CHUNKS
+        if adapters is None and layers and self._takes_rounded(steps[0], tiles.attention):
+            widths, apart = (config.hidden_size, config.q_size, config.intermediate_size), (2,) if rows <= PAIR_ROWS else ()
+            normed, attended, inner = (
+                buffer[: width * math.prod((*apart, rows))].view(*apart, rows, width)
+                for buffer, width in zip(self.rounded, widths, strict=True)
+            )
+            chunks = self._chunks(steps[0])
         context, attention = max(batch.context_lens), tiles.attention
         splits = self._num_splits(tiles, rows, context)
         if tiles.short_attention is not None and context <= tiles.short_attention.block_n:
@@ -287,24 +320,31 @@ class FastDecode:
         narrow_qkv = self.qkv.view(of_head.dtype)
         qkv_buffer = narrow_qkv if isinstance(attention, SplitTile) else self.qkv
         sumsq_o: Tensor | None
-        sumsq_down = self._embed(batch.token_ids, total, normed, self._squares(self.sumsq_down, rows, steps[0].down))
+        squares = self._squares(self.sumsq_down, rows, steps[0].down)
+        sumsq_down = self._embed(batch.token_ids, total, normed, squares, chunks.normed)
         for index, layer in enumerate(layers):
             if hook is not None:
                 hook(index, total, batch)
-            step, delta, attended = steps[index], self.deltas[index], self.attended[:rows]
+            step, delta = steps[index], self.deltas[index]
             squares, post = self._squares(self.sumsq_o, rows, step.o), self.posts[index]
             buffer = qkv_buffer if delta is None else narrow_qkv
             more = low_rank(adapters, f"layers.{index}.qkv", normed, layer.qkv, step.qkv)
-            qkv = self._project(normed, layer.qkv, buffer, step.qkv, sumsq_down, layer.qkv_bias, low_rank=more)
+            qkv = self._project(
+                normed, layer.qkv, buffer, step.qkv, sumsq_down, layer.qkv_bias, low_rank=more, sizes=chunks.normed
+            )  # fmt: skip
             if adapters is not None and more is None:
                 adapters.add_to(f"layers.{index}.qkv", qkv[0], normed, squares=sumsq_down, eps=eps)
+            mixed = attended
             if delta is None:
-                self._attend(qkv, batch, kv, index, layer, splits, attention)
+                self._attend(qkv, attended, batch, kv, index, layer, splits, attention, chunks.attended)
             else:
-                attended = delta(qkv[0], normed, sumsq_down, batch, kv, adapters)
+                mixed = delta(qkv[0], normed, sumsq_down, batch, kv, adapters)
             after, following = norms[2 * index + 1 : 2 * index + 3]
             name = f"layers.{index}.o"
-            sumsq_o = self._add(attended, layer.o, total, normed, squares, after, step.o, layer.o_bias, post[0], name, adapters)
+            sumsq_o = self._add(
+                mixed, layer.o, total, normed, squares, after, step.o, layer.o_bias, post[0], name, adapters,
+                sizes=chunks.attended, out_sizes=chunks.normed_of_o,
+            )  # fmt: skip
             if config.experts is not None and config.experts.at(index):
                 offset = weights.norm_offset
                 assert sumsq_o is not None  # several ranks' experts are the general path's
@@ -316,37 +356,57 @@ class FastDecode:
             more = low_rank(adapters, f"layers.{index}.gate_up", normed, layer.gate_up, step.gate_up)
             if adapters is None or more is not None:
                 act = config.activation
-                glu(normed, layer.gate_up, inner, step.gate_up, sumsq=sumsq_o, eps=eps, activation=act, low_rank=more)
+                glu(
+                    normed, layer.gate_up, inner, step.gate_up, sumsq=sumsq_o, eps=eps, activation=act, low_rank=more,
+                    sizes=chunks.normed_of_o, out_sizes=chunks.inner,
+                )  # fmt: skip
             else:
                 assert sumsq_o is not None
                 inner = adapted_glu(adapters, index, normed, layer.gate_up, step.gate_up, sumsq_o, config)
             squares, name = self._squares(self.sumsq_down, rows, step.down), f"layers.{index}.down"
-            normed = of_head if index == len(layers) - 1 else normed
+            last = index == len(layers) - 1
+            normed = of_head if last else normed
             sumsq_down = self._add(
-                inner, layer.down, total, normed, squares, following, step.down, layer.down_bias, post[1], name, adapters
+                inner, layer.down, total, normed, squares, following, step.down, layer.down_bias, post[1], name, adapters,
+                sizes=chunks.inner, out_sizes=None if last else chunks.normed,
             )  # fmt: skip
         return self._project(
             normed, weights.lm_head, self.logits, tiles.lm_head, sumsq_down, None,
             scale=config.logit_scale, softcap=config.logit_softcap,
         )[0]  # fmt: skip
 
+    def _takes_rounded(self, step: StepTiles, attention: AttentionTile | SplitTile | RingAttention) -> bool:
+        """Whether the products of these tiles, and the kernels between them, hand on activations in FP8."""
+        one_kernel = isinstance(attention, RingAttention) or (isinstance(attention, AttentionTile) and not attention.few)
+        return self.rounds and one_kernel and all(isinstance(getattr(step, name), RoundedTile) for name in MATRICES)
+
+    def _chunks(self, step: StepTiles) -> Chunks:
+        normed, attended, inner = self.sizes
+        hidden, config = self.config.hidden_size, self.config
+        return Chunks(
+            normed[: hidden // step.down.block_n], normed[: hidden // step.o.block_n], attended[: config.num_heads],
+            inner[: config.intermediate_size // step.gate_up.block_n],
+        )  # fmt: skip
+
     def _squares(self, buffer: Tensor, rows: int, tile: Tile) -> Tensor:
         """Where a product with that tile leaves the sums of squares of the residual."""
         tiles = -(-self.config.hidden_size // tile.block_n)
         return buffer[: rows * tiles].view(rows, tiles)
 
-    def _embed(self, token_ids: Tensor, total: Tensor, normed: Tensor, sumsq: Tensor) -> Tensor | None:
+    def _embed(
+        self, token_ids: Tensor, total: Tensor, normed: Tensor, sumsq: Tensor, sizes: Tensor | None
+    ) -> Tensor | None:
         table, norm, scale = self.weights.embedding, self.norms[0], self.embed_scale
         if self.ranks is None:
             offset = self.weights.norm_offset
-            embed_residual(token_ids, table, total, normed, sumsq, norm, scale=scale, norm_offset=offset)
+            embed_residual(token_ids, table, total, normed, sumsq, norm, scale=scale, norm_offset=offset, sizes=sizes)
             return sumsq
         self.ranks.embed(token_ids, table, total, normed, norm, scale)
         return None  # normed already
 
     def _add(
         self, x: Tensor, weight: Weight, total: Tensor, normed: Tensor, sumsq: Tensor, norm: Tensor, tile: Tile,
-        bias: Tensor | None, post: Tensor | None, name: str, adapters: Adds | None,
+        bias: Tensor | None, post: Tensor | None, name: str, adapters: Adds | None, **sizes: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         """The product `name`, normed by `post` if there is one, joins the residual, `total`; `normed`, and the sums of squares
         that are returned (in `sumsq`; None: it is normed), are what the next product needs of it."""
@@ -366,7 +426,7 @@ class FastDecode:
         if self.ranks is None:
             residual(
                 x, weight, total, normed, sumsq, norm, tile, self.space, norm_offset=offset, scale=scale, bias=bias,
-                low_rank=more,
+                low_rank=more, **sizes,
             )  # fmt: skip
         else:
             phase = int(name.endswith("down"))
@@ -378,14 +438,14 @@ class FastDecode:
         **options: Any,
     ) -> Tensor:  # fmt: skip
         """RMSNorm(residual), or without `sumsq` x itself, @ weight.T as [splits, rows, columns] in `buffer`."""
-        rows, columns, splits = x.shape[0], weight.shape[0], num_splits(tile)
+        rows, columns, splits = x.shape[-2], weight.shape[0], num_splits(tile)
         out = buffer.view(-1)[: splits * rows * columns].view(splits, rows, columns)
         project(x, weight, out, tile, sumsq=sumsq, eps=self.config.norm_eps, bias=bias, **options)
         return out
 
     def _attend(
-        self, qkv: Tensor, batch: ForwardBatch, kv: KVCache, index: int, layer: LayerWeights, splits: int,
-        tile: AttentionTile | SplitTile | RingAttention,
+        self, qkv: Tensor, attended: Tensor, batch: ForwardBatch, kv: KVCache, index: int, layer: LayerWeights, splits: int,
+        tile: AttentionTile | SplitTile | RingAttention, sizes: Tensor | None,
     ) -> None:  # fmt: skip
         if isinstance(tile, SplitTile):
             if runs_triton(qkv):
@@ -394,10 +454,10 @@ class FastDecode:
             tile = AttentionTile()  # of no meaning to the reference
         cos, sin = self.rope[self.layer_rope[index]]
         decode_attention(
-            qkv, self.attended[: qkv.shape[1]], kv, index, block_tables=batch.block_tables, seq_slots=batch.seq_slots,
+            qkv, attended, kv, index, block_tables=batch.block_tables, seq_slots=batch.seq_slots,
             seq_lens=batch.seq_lens, slot_mapping=batch.slot_mapping, cos=cos, sin=sin, q_norm=layer.q_norm,
             k_norm=layer.k_norm, heads=self.heads, window=self.config.window(index), num_splits=splits,
-            tile=tile, space=self.space, sinks=layer.more.get("sinks"),
+            tile=tile, space=self.space, sinks=layer.more.get("sinks"), sizes=sizes,
         )  # fmt: skip
 
     def _attend_in_two(
@@ -435,7 +495,7 @@ class FastDecoder(Decoder):
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         adapters = self.adapters if batch.adapted else None
-        if batch.num_rows > self.fast.max_rows or (adapters is not None and self.fast.ranks is not None):
+        if batch.num_rows > self.fast.max_rows or (adapters is not None and not self.fast.takes_adapters(batch.num_rows)):
             return super().decode(batch, kv)
         if adapters is not None:
             adapters.begin(batch, None, fused=runs_triton(batch.token_ids))

@@ -11,7 +11,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from headrace.fast_decode.epilogues import Plan, column_parameters, finish, split_width
-from headrace.fast_decode.halves import of_kept
 from headrace.fast_decode.skinny_gemm import EARLY_ELEMENTS, GemmTile, load_rows, row_block
 from headrace.fast_decode.wide_gemm import SUMSQ_BLOCK, WideTile
 from headrace.kernels.launch import capability, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, tl, touch
@@ -120,7 +119,6 @@ def _narrow_kernel(
             z = next_z
     if GROUP == 0:
         acc = acc * s[0][:, None]
-    acc = of_kept(acc, DTYPE)
     if not EVEN:  # what stands for the numbers 0 of columns past the last may be anything
         acc = tl.where(row_ok[:, None], acc, 0.0)
     if SUMSQ_BLOCK > 0:

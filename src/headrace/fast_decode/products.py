@@ -6,10 +6,10 @@
     RingTile   the same on Hopper, weights by the copy engine ring_gemm.py
     WideTile   tensor cores and copy engine, up to 256 rows  wide_gemm.py
     WarpTile   tensor cores, narrow weights, few rows        warp_gemm.py
-    PairTile   FP8 tensor cores, FP8 weights, 2 to 16 rows   pair_gemm.py
+    RoundedTile FP8 tensor cores, weights and rows in FP8, 2 to 64 rows  rounded_gemm.py
 
-With narrow weights GemmTile and WideTile are of narrow_gemm.py. What these read, and all write between products, is a 16th of
-an activation where it is float16: see halves.py.
+With narrow weights GemmTile and WideTile are of narrow_gemm.py. Activations in FP8, [M, K] or as pairs [2, M, K], have
+`sizes` [chunks, >= M] (see kernels/rounded.py), those that a product leaves `out_sizes`; only RoundedTile takes them.
 
 `sumsq` [M, tiles] float32 are partial sums of squares of the residual that x is made of: the product of RMSNorm(residual) and
 the weight is norm factor * x @ weight.T (see epilogues.py). Products of many programs to a column add up by `space`.
@@ -23,7 +23,16 @@ from typing import Any
 
 from torch import Tensor
 
-from headrace.fast_decode import gemv, gemv_two, narrow_gemm, pair_gemm, ring_tile, skinny_gemm, warp_gemm, wide_gemm
+from headrace.fast_decode import (
+    gemv,
+    gemv_two,
+    narrow_gemm,
+    ring_tile,
+    rounded_tile,
+    skinny_gemm,
+    warp_gemm,
+    wide_gemm,
+)
 from headrace.fast_decode.epilogues import (
     Plan,
     glu_reference,
@@ -33,8 +42,8 @@ from headrace.fast_decode.epilogues import (
 )
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.gemv_two import TwoRowTile
-from headrace.fast_decode.pair_gemm import PairTile
 from headrace.fast_decode.ring_tile import RingTile
+from headrace.fast_decode.rounded_tile import RoundedTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.fast_decode.wide_gemm import WideTile
@@ -42,13 +51,15 @@ from headrace.kernels.all_reduce import RowPlace
 from headrace.kernels.launch import pdl
 from headrace.kernels.lora_product import LowRank
 from headrace.kernels.narrow import packed
+from headrace.kernels.rounded import keep, numbers
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight
 
-Tile = GemvTile | TwoRowTile | GemmTile | RingTile | WideTile | WarpTile | PairTile
+Tile = GemvTile | TwoRowTile | GemmTile | RingTile | WideTile | WarpTile | RoundedTile
 MAX_ROWS: dict[type, int] = {
     GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS, WarpTile: warp_gemm.MAX_ROWS,
-    PairTile: pair_gemm.MAX_ROWS, TwoRowTile: gemv_two.MAX_ROWS, RingTile: ring_tile.MAX_ROWS,
+    TwoRowTile: gemv_two.MAX_ROWS, RingTile: ring_tile.MAX_ROWS,
+    RoundedTile: rounded_tile.MAX_ROWS,
 }  # fmt: skip
 
 
@@ -58,9 +69,16 @@ def _ring_plan(*arguments: Any) -> Plan:
     return plan(*arguments)
 
 
+def _rounded_plan(*arguments: Any, **more: Any) -> Plan:
+    from headrace.fast_decode.rounded_gemm import plan
+
+    return plan(*arguments, **more)
+
+
 PLAN: dict[type, Callable[..., Plan]] = {
     GemvTile: gemv.plan, GemmTile: skinny_gemm.plan, WideTile: wide_gemm.plan, WarpTile: warp_gemm.plan,
-    PairTile: pair_gemm.plan, TwoRowTile: gemv_two.plan, RingTile: _ring_plan,
+    TwoRowTile: gemv_two.plan, RingTile: _ring_plan,
+    RoundedTile: _rounded_plan,
 }  # fmt: skip
 NARROW_PLAN: Callable[..., Plan] = narrow_gemm.plan
 
@@ -74,17 +92,22 @@ def _launch(
     eps: float = 0.0, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, activation: str = "silu",
     residual: Tensor | None = None, norm: Tensor | None = None, norm_offset: float = 0.0,
     sumsq_out: Tensor | None = None, space: SplitSpace | None = None, push: RowPlace | None = None,
-    low_rank: LowRank | None = None,
+    low_rank: LowRank | None = None, sizes: Tensor | None = None, out_sizes: Tensor | None = None,
 ) -> None:  # fmt: skip
-    rows, width = x.shape
+    rows, width = x.shape[-2:]
     if not 1 <= rows <= MAX_ROWS[type(tile)]:
         raise ValueError(f"{tile} takes 1 to {MAX_ROWS[type(tile)]} rows, not {rows}")
     if isinstance(tile, WarpTile) and not warp_gemm.takes(weight, x, tile):
         tile = tile.otherwise(rows, packed(weight.kind), mode == "glu")
     if isinstance(tile, RingTile) and (low_rank is not None or not ring_tile.takes(weight, x)):
         tile = tile.otherwise(width, mode == "glu")
-    plan = PLAN[type(tile)] if weight.kind == "float" or isinstance(tile, GemvTile | WarpTile | PairTile) else NARROW_PLAN
-    more = {name: given for name, given in (("push", push), ("low_rank", low_rank)) if given is not None}
+    if isinstance(tile, RoundedTile) and sizes is None:
+        tile = tile.otherwise()
+    by_own = weight.kind == "float" or isinstance(tile, GemvTile | WarpTile | RoundedTile)
+    plan = PLAN[type(tile)] if by_own else NARROW_PLAN
+    more: dict[str, Any] = {name: given for name, given in (("push", push), ("low_rank", low_rank)) if given is not None}
+    if sizes is not None:
+        more |= {"sizes": sizes, "out_sizes": out_sizes}
     kernel, grid, own = plan(tile, x, weight, columns, sumsq, **more)
     if not isinstance(tile, GemvTile):
         own |= {
@@ -101,9 +124,19 @@ def _launch(
     )  # fmt: skip
 
 
+def _runs(x: Tensor, sizes: Tensor | None) -> bool:
+    """Whether a kernel does it; otherwise torch."""
+    return runs_triton(x) if sizes is None else rounded_tile.runs(x)
+
+
+def _numbers(x: Tensor, sizes: Tensor | None) -> Tensor:
+    return x if sizes is None else numbers(x, sizes)
+
+
 def project(
     x: Tensor, weight: Weight, out: Tensor, tile: Tile, *, sumsq: Tensor | None = None, eps: float = 0.0,
     bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0, low_rank: LowRank | None = None,
+    sizes: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out [splits, M, N] whose sum over the splits is scale * (norm factor * x [M, K] @ weight [N, K].T + bias [N]).
 
@@ -111,13 +144,13 @@ def project(
     """
     if softcap and num_splits(tile) > 1:
         raise ValueError("a soft cap cannot be applied to partial sums")
-    if runs_triton(x):
+    if _runs(x, sizes):
         _launch(
             "project", x, weight, out, tile, columns=weight.shape[0], sumsq=sumsq, eps=eps, bias=bias, scale=scale,
-            softcap=softcap, low_rank=low_rank,
+            softcap=softcap, low_rank=low_rank, sizes=sizes,
         )  # fmt: skip
     else:
-        out.zero_()[0] = project_reference(x, weight, sumsq, eps, bias, scale, softcap)
+        out.zero_()[0] = project_reference(_numbers(x, sizes), weight, sumsq, eps, bias, scale, softcap)
 
 
 def send(x: Tensor, weight: Weight, tile: GemvTile, place: RowPlace, bias: Tensor | None = None) -> None:
@@ -127,39 +160,38 @@ def send(x: Tensor, weight: Weight, tile: GemvTile, place: RowPlace, bias: Tenso
 
 def glu(
     x: Tensor, weight: Weight, out: Tensor, tile: Tile, *, sumsq: Tensor | None, eps: float, activation: str = "silu",
-    low_rank: LowRank | None = None,
+    low_rank: LowRank | None = None, sizes: Tensor | None = None, out_sizes: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out [M, I] = activation(gate) * up, where gate, up [M, I] are the halves of norm factor * x @ weight [2 I, K].T."""
     if num_splits(tile) > 1:
         raise ValueError("a gated product cannot be split along K")
-    if runs_triton(x):
+    if _runs(x, sizes):
         _launch(
             "glu", x, weight, out, tile, columns=weight.shape[0] // 2, sumsq=sumsq, eps=eps, activation=activation,
-            low_rank=low_rank,
+            low_rank=low_rank, sizes=sizes, out_sizes=out_sizes,
         )  # fmt: skip
     else:
-        out.copy_(glu_reference(x, weight, sumsq, eps, activation))
+        keep(out, glu_reference(_numbers(x, sizes), weight, sumsq, eps, activation), out_sizes)
 
 
 def residual(
     x: Tensor, weight: Weight, total: Tensor, normed: Tensor, sumsq_out: Tensor, next_norm: Tensor, tile: Tile,
     space: SplitSpace | None = None, *, norm_offset: float = 0.0, scale: float = 1.0, bias: Tensor | None = None,
-    low_rank: LowRank | None = None,
+    low_rank: LowRank | None = None, sizes: Tensor | None = None, out_sizes: Tensor | None = None,
 ) -> None:  # fmt: skip
     """total [M, N] float32 += scale * (x [M, K] @ weight [N, K].T + bias), in place.
 
     Also writes normed [M, N] = total * (next_norm + norm_offset) and sumsq_out [M, cdiv(N, block_n)] float32, the sums of
     total^2 over each tile: what the next product needs to see RMSNorm(total).
     """
-    if isinstance(tile, PairTile) and tile.tiles > 1:
-        raise ValueError("a product that joins the residual has one tile a program")
-    if runs_triton(x):
+    if _runs(x, sizes):
         _launch(
             "residual", x, weight, normed, tile, columns=weight.shape[0], residual=total, norm=next_norm,
             norm_offset=norm_offset, scale=scale, bias=bias, sumsq_out=sumsq_out, space=space, low_rank=low_rank,
+            sizes=sizes, out_sizes=out_sizes,
         )  # fmt: skip
     else:
-        new, scaled, squares = residual_reference(x, weight, total, next_norm, norm_offset, scale, bias)
+        new, scaled, squares = residual_reference(_numbers(x, sizes), weight, total, next_norm, norm_offset, scale, bias)
         total.copy_(new)
-        normed.copy_(scaled)
+        keep(normed, scaled, out_sizes)
         sumsq_out.zero_()[:, :1] = squares

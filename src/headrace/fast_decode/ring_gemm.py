@@ -28,14 +28,14 @@ from headrace.model.weight import Weight
 
 
 @gluon.jit
-def grid_dependency(what: gl.constexpr):
+def grid_dependency(what: gl.constexpr, WARPS: gl.constexpr = 4):
     """griddepcontrol, by every thread (see launch.py)."""
-    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     gl.inline_asm_elementwise("griddepcontrol." + what + "; mov.u32 $0, $1;", "=r,r", [thread], gl.int32, False, 1)
 
 
 @gluon.jit
-def _ask(w_tiles, w_ring, full, i, n0, N, k, STAGES: gl.constexpr, PARTS: gl.constexpr, BYTES: gl.constexpr):
+def ask(w_tiles, w_ring, full, i, n0, N, k, STAGES: gl.constexpr, PARTS: gl.constexpr, BYTES: gl.constexpr):
     """The weights of step i into the ring; its barrier waits for the rows' part too."""
     stage = i % STAGES
     mbarrier.expect(full.index(stage), BYTES)
@@ -71,7 +71,7 @@ def _ring_kernel(
     fence_async_shared()
     gl.thread_barrier()
     for i in range(0, gl.minimum(steps, STAGES)):
-        _ask(w_tiles, w_ring, full, i, n0, N, k_start + i * BLOCK_K, STAGES, PARTS, BYTES)
+        ask(w_tiles, w_ring, full, i, n0, N, k_start + i * BLOCK_K, STAGES, PARTS, BYTES)
     # parameters of columns are weights, so before the wait
     rn = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, flat))
     rm = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, flat))
@@ -113,7 +113,7 @@ def _ring_kernel(
         if (done >= 0) & (done + STAGES < steps):
             gl.thread_barrier()  # all warps have read it
             k = k_start + (done + STAGES) * BLOCK_K
-            _ask(w_tiles, w_ring, full, done, n0, N, k, STAGES, PARTS, BYTES)
+            ask(w_tiles, w_ring, full, done, n0, N, k, STAGES, PARTS, BYTES)
             tma.async_copy_global_to_shared(x_tiles, [0, k], full.index(done % STAGES), x_ring.index(done % STAGES))
     if BEHIND:
         if MODE == "glu":

@@ -80,7 +80,7 @@ def row_block(rows: int) -> int:
 
 
 @functools.cache
-def _is_known() -> bool:
+def is_known() -> bool:
     """Whether Triton is of a kind that the kernel was written for, and compiles it."""
     try:
         import triton
@@ -91,7 +91,7 @@ def _is_known() -> bool:
 
 def runs(x: Tensor) -> bool:
     """Whether kernels in Gluon for Hopper run on what x lies on, in bfloat16."""
-    return x.dtype == torch.bfloat16 and capability(x.device)[0] == 9 and _is_known()
+    return x.dtype == torch.bfloat16 and capability(x.device)[0] == 9 and is_known()
 
 
 def takes(weight: Weight, x: Tensor) -> bool:

@@ -18,16 +18,16 @@ from headrace.config import cache_dir
 from headrace.fast_decode.attention import AttentionTile
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.gemv_two import TwoRowTile
-from headrace.fast_decode.pair_gemm import MAX_ROWS as PAIR_MAX_ROWS
-from headrace.fast_decode.pair_gemm import STEP, PairTile
 from headrace.fast_decode.products import MAX_ROWS, Tile, num_splits
 from headrace.fast_decode.ring_tile import RingAttention, RingTile
 from headrace.fast_decode.ring_tile import row_block as ring_rows
+from headrace.fast_decode.rounded_tile import PAIR_ROWS, RoundedTile
 from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
 from headrace.fast_decode.skinny_gemm import GemmTile, row_block
 from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.attention_decode import SplitTile
+from headrace.kernels.launch import next_power_of_2
 from headrace.kernels.narrow import packed
 from headrace.kernels.warp_products import RUN_BYTES
 from headrace.model.config import ModelConfig
@@ -44,10 +44,9 @@ PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 # as a table's file names them
 KINDS = {
     "gemv": GemvTile, "two": TwoRowTile, "gemm": GemmTile, "ring": RingTile, "wide": WideTile, "warp": WarpTile,
-    "pair": PairTile,
+    "rounded": RoundedTile,
 }  # fmt: skip
 SMALL_BYTES, LARGE_BYTES = 96 * 1024, 224 * 1024  # of shared memory that a program has on every card, and on Hopper
-PAIR_WEIGHTS = 4096 * 12288  # of a product at least, where it is PairTile's
 FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
 
 
@@ -148,22 +147,24 @@ FLOAT: Kinds = ("float", "float", "float", "float", "float")
 
 def default_tiles(
     config: ModelConfig, rows: int, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False, warps: bool = True,
-    pairs: bool = True,
+    rounded: bool = True,
 ) -> StepTiles:  # fmt: skip
-    """Good guesses for H100 and H200 from the shapes alone, and the weights' kinds; `warps`, `pairs`: see `default_table`."""
+    """Good guesses for H100 and H200 from the shapes alone, and the weights' kinds; `warps`, `rounded`: see `default_table`."""
     ring = partial(ring_tile, deep=config.norm_place == "pre")
     guess = gemv_tile if rows == 1 else gemm_tile if not copy_engine else wide_tile if rows > ALL_ROWS else ring
     shapes = product_shapes(config, delta)
     products = {
-        name: guess(shapes[name], rows) if kind == "float" else narrow_tile(shapes[name], rows, kind, warps, pairs)
+        name: guess(shapes[name], rows) if kind == "float" else narrow_tile(shapes[name], rows, kind, warps)
         for name, kind in zip(PRODUCTS, kinds, strict=True)
     }
+    in_fp8 = rounded_tiles(shapes, rows) if rounded and kinds[:-1] == ("fp8",) * 4 and rows > 1 else {}
+    products |= in_fp8
     if not copy_engine:
         products = {name: within(SMALL_BYTES, tile, shapes[name], rows) for name, tile in products.items()}
     return StepTiles(
         **products, attention=attention_tile(config, rows, copy_engine), attention_programs=default_programs(rows),
         short_attention=None, few_attention=few_tile(config) if rows == 1 else None, expert_stages=(0, 0),
-        ring_attention=ring_attention_tile(config, rows) if copy_engine else None,
+        ring_attention=ring_attention_tile(config, rows) if copy_engine and not in_fp8 else None,
     )  # fmt: skip
 
 
@@ -205,14 +206,14 @@ def default_programs(rows: int) -> int:
 
 def default_table(
     config: ModelConfig, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False, warps: bool = True,
-    pairs: bool = True,
+    rounded: bool = True,
 ) -> dict[int, StepTiles]:  # fmt: skip
     """`copy_engine`: the card can run WideTile, see fast_decode.has_copy_engine; `delta`: see product_shapes. With narrow
     weights for few rows: above, FP8 tensor cores or whole matrices in bfloat16 are faster (kernels/narrow_linear.py). `warps`:
-    all of them suit WarpTile; `pairs`: all FP8 ones and the card suit PairTile."""
+    all of them suit WarpTile; `rounded`: the model, and the card, suit RoundedTile if its layers are FP8."""
     wide = copy_engine and kinds == FLOAT
     steps = [rows for rows in ROW_STEPS if wide or rows <= GEMM_MAX_ROWS]
-    return {rows: default_tiles(config, rows, copy_engine, kinds, delta, warps, pairs) for rows in steps}
+    return {rows: default_tiles(config, rows, copy_engine, kinds, delta, warps, rounded) for rows in steps}
 
 
 def with_delta_qkv(
@@ -302,7 +303,7 @@ def wide_tile(shape: Shape, rows: int) -> WideTile | GemmTile:
         splits *= 2
 
 
-def narrow_tile(shape: Shape, rows: int, kind: Kind, warps: bool = True, pairs: bool = True) -> Tile:
+def narrow_tile(shape: Shape, rows: int, kind: Kind, warps: bool = True) -> Tile:
     """Of weights of a byte or half of one. What limits is the conversion in registers rather than memory: several programs to a
     multiprocessor, with few steps in flight (measured on an H200)."""
     per_byte = packed(kind)
@@ -310,8 +311,6 @@ def narrow_tile(shape: Shape, rows: int, kind: Kind, warps: bool = True, pairs: 
         return tile
     if rows == 1:
         return narrow_gemv_tile(shape, per_byte)
-    if pairs and kind == "fp8" and rows <= PAIR_MAX_ROWS and (pair := pair_tile(shape)) is not None:
-        return pair
     # of 4 bits: 6 % faster at 32 rows; slower at 64, and of a byte at either (measured on an H200)
     if per_byte == 2 and 16 < rows <= 32 and (wide := wide_narrow_tile(shape)) is not None:
         return wide
@@ -323,23 +322,41 @@ def narrow_tile(shape: Shape, rows: int, kind: Kind, warps: bool = True, pairs: 
     return GemmTile(64, 128, splits, 2 if rows <= 16 and per_byte == 1 else 4, 3)
 
 
-def pair_tile(shape: Shape) -> PairTile | None:
-    """For a product as large as an 8B's gate and up or down, where there is a program for each multiprocessor or nearly, in one
-    round (measured so on an H200, with 8 and 16 rows; smaller ones are no faster, others have not been tried); else None."""
-    tile = PairTile(32, 3, 1, 4, 5) if shape.gated else PairTile(256, 1, 8, 8, 4, touch=2)
-    programs = -(-shape.columns // (tile.block_n * tile.tiles)) * tile.splits
-    large = shape.columns * shape.width * (2 if shape.gated else 1) >= PAIR_WEIGHTS
-    whole = shape.width % (STEP * tile.splits) == 0 and (shape.gated or shape.splittable)
-    return tile if large and whole and 0.9 * FILL <= programs <= FILL else None
+def rounded_tiles(shapes: Mapping[str, Shape], rows: int) -> dict[str, Tile]:
+    """Of a layer's four products. Where programs are as many as multiprocessors, or nearly, each has a ring as large as one may
+    have; of others two are on one (whole steps of an 8B on an H200, where the former are faster). Of none where columns are
+    no whole tiles."""
+    found: dict[str, Tile] = {}
+    block_m = ring_rows(rows) * (2 if rows <= PAIR_ROWS else 1)
+    for name, shape in shapes.items():
+        if name == "lm_head":
+            continue
+        if shape.columns % 128 or shape.width % 128:
+            return {}
+        splits = splits_to(0.7 * FILL, shape, 128, 8, 512) if shape.splittable else 1
+        while shape.width % (128 * splits):
+            splits //= 2
+        one_each = 0.7 * FILL <= shape.columns // 128 * splits <= 1.03 * FILL
+        sizes = 4 * ring_rows(rows) * next_power_of_2(shape.width // 64 // splits)
+        room = (LARGE_BYTES if one_each else LARGE_BYTES // 2) - sizes
+        if name == "qkv":
+            found[name] = RoundedTile(64, 2 if rows <= 32 and shape.width % 256 == 0 else 1, 8)
+        elif not shape.gated:
+            found[name] = RoundedTile(128, splits, min(room // (128 * (128 + block_m)), 8), 4 if rows <= 32 else 8)
+        elif one_each:
+            found[name] = RoundedTile(128, 1, min(room // (128 * (256 + block_m)), 4 if rows <= 16 else 5), 8)
+        else:
+            found[name] = RoundedTile(64, 1, min(room // (128 * (128 + block_m)), 4))
+    return found
 
 
-def without_pairs(table: TileTable, instead: TileTable) -> dict[int, StepTiles]:
-    """The table for weights or a card that PairTile does not suit: those products as in the table `instead`."""
+def without_rounded(table: TileTable, instead: TileTable) -> dict[int, StepTiles]:
+    """The table for weights, a model or a card that RoundedTile does not suit: products as in the table `instead`."""
     found = dict(table)
     for rows, step in table.items():
-        if names := [name for name in PRODUCTS if isinstance(getattr(step, name), PairTile)]:
+        if isinstance(step.qkv, RoundedTile):
             other = instead[min(n for n in instead if n >= rows)]
-            found[rows] = replace(step, **{name: getattr(other, name) for name in names})
+            found[rows] = replace(step, **{name: getattr(other, name) for name in PRODUCTS if name != "lm_head"})
     return found
 
 

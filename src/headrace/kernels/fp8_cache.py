@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.launch import capability, jit, tl
-from headrace.kernels.pairs import exponents, size
 
 
 def fp8_kind(q: Tensor, scales: Tensor | None) -> int:
@@ -14,6 +13,19 @@ def fp8_kind(q: Tensor, scales: Tensor | None) -> int:
     if scales is None:
         return 0
     return 2 if q.dtype == torch.bfloat16 and capability(q.device) >= (8, 9) else 1
+
+
+@jit
+def exponents(x, AXIS: tl.constexpr):
+    """Of the largest along an axis of x bfloat16, biased by 127, at least 8; 255 if one is not finite."""
+    bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+    return tl.maximum(tl.max(bits, AXIS) >> 7, 8)
+
+
+@jit
+def size(exponent):
+    """2^(exponent - 134); NaN where one of the numbers is not finite."""
+    return tl.where(exponent == 255, float("nan"), ((exponent - 7) << 23).to(tl.float32, bitcast=True))
 
 
 @jit

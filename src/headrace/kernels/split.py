@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.launch import jit, next_power_of_2, tl
+from headrace.kernels.rounded import put
 
 MIN_CHUNK, MAX_CHUNK = 64, 1024  # tokens of a context that one program of attention reads
 MERGE_ELEMENTS = 4096  # of partial outputs that a merging program holds at once; more costs the main loop registers
@@ -66,7 +67,8 @@ def count_part(ticket_ptr):
 def merge_attention(
     out_ptr, partials_ptr, lse_ptr, base, parts, num_tokens, out_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    CHUNKS: tl.constexpr, sizes_ptr=None, sizes_stride=0, sizes_at=0, second=0,
+    PAIR: tl.constexpr = False,
 ):  # fmt: skip
     """Weigh `parts` partial outputs of one sequence's tokens and kv head by their exponential sums, CHUNKS at a time.
 
@@ -99,4 +101,8 @@ def merge_attention(
         m = m_new
     o = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     at = token.to(tl.int64) * out_stride + r % GROUP * HEAD_DIM
-    tl.store(out_ptr + at[:, None] + d[None, :], o.to(out_ptr.dtype.element_ty), mask=real[:, None] & (d < HEAD_DIM)[None, :])
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    sizes = r
+    if tl.float8e4nv == DTYPE:
+        sizes = sizes_ptr + sizes_at + r * sizes_stride
+    put(out_ptr + at[:, None] + d[None, :], o, real[:, None] & (d < HEAD_DIM)[None, :], sizes, real, second, 1, PAIR)
