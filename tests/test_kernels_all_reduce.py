@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 from headrace.kernels import all_reduce
-from headrace.kernels.all_reduce import all_reduce_norm_reference, empty_mark, ordered_sum
+from headrace.kernels.all_reduce import RowPlace, all_reduce_norm_reference, empty_mark, ordered_sum, row_sum
 from push_ranks import norm_of_all, push_spaces, sum_of_all
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where a card is")
@@ -92,3 +94,40 @@ def test_a_space_refuses_what_it_cannot_hold() -> None:
     for rows, width, dtype in [(3, 16, torch.bfloat16), (2, 17, torch.bfloat16), (2, 16, torch.float32)]:
         with pytest.raises(ValueError, match="the space holds 2 rows of 16 numbers of 2 bytes"):
             sum_of_all([torch.zeros(rows, width, dtype=dtype)] * 2, spaces)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_places_are_free_when_parts_are_sent_to_them(seed: int) -> None:
+    """Steps of several ranks, each of which goes on as far as those that it waits for let it, in any order: of a step's sums
+    the first is counted, and those of one row that follow have two places in turn."""
+    order, size, width = random.Random(seed), 3, 8
+    spaces = push_spaces(size, 1, width, torch.float32)
+    mark, calls = empty_mark(spaces[0].slots.dtype), [None, 0, 1, 0, 1, 0, 1] * 3
+    parts = torch.randn(len(calls), size, 1, width)
+    done, has_sent, apart = [0] * size, [False] * size, 0
+    while min(done) < len(calls):
+        rank = order.choices(range(size), [1, 4, 9])[0]
+        space, call = spaces[rank], done[rank]
+        if call == len(calls):
+            continue
+        phase = calls[call]
+        at = (int(space.turns[0]), 0) if phase is None else (phase, 1)  # phase, row
+        if not has_sent[rank]:
+            assert all((peer.slots[at[0], rank, at[1]] == mark).all() for peer in spaces if phase is not None or peer is not space)
+            if phase is None:
+                all_reduce.all_reduce(parts[call, rank], space, half="send")
+            for peer in spaces if phase is not None else ():
+                peer.slots[phase, rank, 1] = parts[call, rank, 0].view(torch.int32)
+            has_sent[rank] = True
+        elif all((space.slots[at[0], peer, at[1]] != mark).all() for peer in range(size) if phase is not None or peer != rank):
+            if phase is None:
+                total = all_reduce.all_reduce(parts[call, rank], space, half="receive")
+            else:
+                total, squares = torch.zeros(1, width), torch.empty(1, 1)
+                row_sum(RowPlace(space, phase), total, torch.empty(1, width), squares, torch.ones(width))
+                torch.testing.assert_close(squares[0, 0], total.square().sum())
+            assert torch.equal(total, ordered_sum(parts[call]))
+            done[rank], has_sent[rank] = call + 1, False
+            apart = max(apart, max(done) - min(done))
+    assert apart == 1  # nobody is two sums ahead
+    assert all((space.slots == mark).all() for space in spaces)

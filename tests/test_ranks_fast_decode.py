@@ -14,16 +14,19 @@ import torch
 import triton
 
 from echo_group import EchoGroup
-from fast_decode_cases import CONFIGS, decode_batch, random_weights
+from fast_decode_cases import CONFIGS, PLAIN, decode_batch, random_weights
 from headrace.attention.torch_backend import TorchAttention
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
+from headrace.fast_decode.attention import AttentionTile
 from headrace.fast_decode.epilogues import rms_factor_reference
 from headrace.fast_decode.forward import FastDecode, FastDecoder
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import send
+from headrace.fast_decode.tiles import StepTiles
 from headrace.kernels.all_reduce import ROW_COLUMNS, RowPlace, all_reduce_norm_reference, empty_mark, row_sum, row_sum_tiles
 from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.config import RopeConfig
 from headrace.model.decoder import Decoder
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
@@ -99,11 +102,33 @@ def test_a_product_sends_its_own_part(shared: int) -> None:
     assert all((space.slots == empty_mark(space.slots.dtype)).all() for space in spaces)
 
 
+@pytest.mark.parametrize("shared", [0, 2])
+def test_one_row_by_its_kernels(shared: int, monkeypatch) -> None:
+    """A rank's whole step of one row, in the interpreter, its parts coming back as the other's."""
+    config = replace(PLAIN, hidden_size=320, intermediate_size=64, num_layers=2, qk_norm="head", head_dim=32, rope=RopeConfig(1e4, 32))
+    weights, tile = random_weights(replace(config, vocab_size=48)), GemvTile(16, 32, 1, 1, shared)
+    attention = AttentionTile(block_n=16, num_warps=1, early=True, few=4096, at_once=True)
+    step = StepTiles(tile, tile, tile, tile, tile, few_attention=attention)
+    logits = []
+    for kind in (EchoGroup, Doubled):
+        monkeypatch.setattr(triton.knobs.runtime, "interpret", kind is EchoGroup)
+        batch, kv = decode_batch(replace(config, vocab_size=48), [40], 16)
+        group = kind(2, 1, config.hidden_size, torch.float32, CPU)
+        fast = FastDecode(config, weights, 1, CPU, {1: step}, max_model_len=64, group=group)
+        logits.append(torch.stack([fast.forward(batch, kv).clone() for _ in range(2)]))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+
+
 class Apart(EchoGroup):
     """Without memory that all see: what comes back is the same, by a sum of its own."""
 
     def push_space(self, rows: int, width: int, dtype: torch.dtype) -> None:
         return None
+
+
+class Doubled(Apart):
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return self.shard.size * part
 
 
 @pytest.mark.parametrize("name", ["qwen3", "granite"])

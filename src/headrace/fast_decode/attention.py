@@ -34,7 +34,7 @@ class AttentionTile:
     `heads_first`: programs that run side by side read the KV heads of one sequence, which lie together in memory, rather than
     one head of many sequences. `touch`: tiles after the first that are asked into the L2 cache before the wait. `few`: up to so
     many tokens a program for each query head reads a context (attention_few.py); `at_once`: the next kernel may then start
-    before this one has waited for the product.
+    before this one has waited for the product. Its programs wait behind all of this one's, which have started: in nobody's way.
     """
 
     block_n: int = 64
