@@ -73,8 +73,8 @@ class RowPlace(NamedTuple):
     """Where the parts of one row meet whose phase is told: all ranks have had another sum since their last one of this phase.
 
     So it is free when a part is sent to it. Who sends has ended that other sum, as a kernel goes on from its wait when those
-    before it have ended; for it he needed a part of the rank whose place this is; and that one sent it when its last sum of this phase,
-    reading and clearing, had ended.
+    before it have ended; for it he needed a part of the rank whose place this is; and that one sent it when its last sum of
+    this phase, reading and clearing, had ended.
     """
 
     space: PushSpace
