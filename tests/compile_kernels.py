@@ -326,14 +326,18 @@ def narrow_products() -> None:
     products.project(meta(32, 4096), gpu_decode.narrow_meta(6144, 4096, "fp8"), slabs, tile, sumsq=meta(32, 64, dtype=f32))
 
 
-def fp8_step(rows: int) -> None:
-    """A decode step whose activations are FP8, of 8B shape."""
+def fp8_step(rows: int, cache: bool = False) -> None:
+    """A decode step whose activations are FP8, of 8B shape, and the cache, too."""
     device = torch.device("meta")
     config = replace(gpu_decode.MODELS["8b-fp8"], num_layers=2)
     weights = gpu_decode.random_weights(config, False, device, 1, "fp8")
     fast = FastDecode(config, weights, rows, device, max_model_len=4096)
     assert fast.rounds
-    fast.forward(gpu_decode.Input(config, rows, 500, 8 * rows, device).batch([500] * rows), gpu_decode.Cache(config, 64, device))
+    kv = gpu_decode.Cache(config, 64, device)
+    if cache:
+        scales = meta(64, config.num_kv_heads, 64, dtype=torch.float32)
+        kv.k, kv.v, kv.scales = ([part.to(fp8.DTYPE) for part in kv.k], [part.to(fp8.DTYPE) for part in kv.v], [(scales, scales)] * 2)
+    fast.forward(gpu_decode.Input(config, rows, 500, 8 * rows, device).batch([500] * rows), kv)
 
 
 def large_products(rows: int) -> None:
@@ -450,6 +454,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 LARGE = {  # with tiles made for the shared memory of sm_90
     **{f"FP8 step of {n} rows": partial(fp8_step, n) for n in (8, 16, 32, 64)},
+    **{f"FP8 step of {n} rows and cache": partial(fp8_step, n, True) for n in (8, 32)},
     "roles 8B": roles(32, 8, 128),
     "roles head 64 window": roles(64, 8, 64, window=4096),
     "roles head 256 window softcap": roles(8, 4, 256, window=4096, softcap=50.0),

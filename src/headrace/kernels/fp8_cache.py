@@ -9,10 +9,11 @@ from headrace.kernels.launch import capability, jit, tl
 
 
 def fp8_kind(q: Tensor, scales: Tensor | None) -> int:
-    """How a kernel reads the cache for queries q: 0 as it is, 1 from FP8, 2 so and in bfloat16 on a card."""
+    """How a kernel reads the cache for queries q, or for what it hands on in FP8, as models in bfloat16 alone do: 0 as it is, 1
+    from FP8, 2 so and in bfloat16 on a card."""
     if scales is None:
         return 0
-    return 2 if q.dtype == torch.bfloat16 and capability(q.device) >= (8, 9) else 1
+    return 2 if q.dtype in (torch.bfloat16, torch.float8_e4m3fn) and capability(q.device) >= (8, 9) else 1
 
 
 @jit
