@@ -64,6 +64,16 @@ def test_the_fused_step(kinds: str, rows: int, card) -> None:
     assert int(different) == 0
 
 
+@pytest.mark.parametrize("rows", [8, 32])
+def test_fp8_weights_and_an_fp8_cache(rows: int, card) -> None:
+    """What is handed on in FP8 is what was handed on in bfloat16."""
+    weights = moved(with_narrow(random_weights(CONFIG, dtype=BF16), LAYERS["fp8"]), card)
+    batch, kv = decode_batch(CONFIG, ([150, 1, 17, 400, 64, 65, 63, 129] * 4)[:rows], 64, torch.float8_e4m3fn)
+    as_it_was = default_table(CONFIG, kinds=("fp8",) * 4 + ("float",), rounded=False)
+    found = [FastDecode(CONFIG, weights, rows, card, table).forward(moved(batch, card), moved(kv, card)) for table in (None, as_it_was)]
+    assert relative(found[0], found[1]) < (0.03 if rows <= PAIR_ROWS else 0.1)
+
+
 @pytest.mark.parametrize("rows", [8, 16, 32])
 @pytest.mark.parametrize("lengths", [[150, 1, 17, 400, 64, 65, 63, 129], [1, 2, 3, 4]])
 def test_attention_in_rings_hands_on_fp8(lengths: list[int], rows: int, card) -> None:
