@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine_driver import BLOCK, assert_all_same, make_core, plain_requests, requests_of_all_kinds, run
 from headrace.attention import triton_backend
 from headrace.attention.triton_backend import FEW_TOKENS, TritonAttention
-from headrace.engine.preparation import Preparation
+from headrace.engine.preparation import Preparation, answer_own
 from headrace.kernels.prepare import rows_on_host
 from headrace.kernels.prompt_rows import END, NUMBERS, TokenRows, expand_on_host, launch_expand
 from headrace.kernels.tables import SlotTables
@@ -233,14 +233,30 @@ def test_an_engine_says_the_same(tiny, options, monkeypatch) -> None:
     assert prompts.replays[Tail.LOGITS] > 5
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_5"])
-def test_steps_that_are_not_captured_sample_as_many_rows_as_those_that_are(family, tmp_path, monkeypatch) -> None:
+def test_the_numbers_of_sampled_rows_have_been_met_before_anybody_asks(tiny, monkeypatch) -> None:
+    """By steps just too large to be captured; behind them the engine says what it would have said."""
+    requests = plain_requests(12, max_tokens=9)
+    want = run(make_core(tiny, enforce_eager=True), requests)
+    core, met = make_core(tiny, enforce_eager=True), []
+    prompts = capture_prompts(core, monkeypatch)
+    prompts.sizes = token_sizes(128)
+    filled_up = prompts.filled_up
+    monkeypatch.setattr(prompts, "filled_up", lambda sampled, most: met.append(len(filled_up(sampled, most))) or filled_up(sampled, most))
+    answer_own(core.runner, core.scheduler.limits, core.vocab_size)
+    assert {size for size in prompts.seq_sizes if size < core.scheduler.limits.max_num_seqs} <= set(met)
+    assert_all_same(run(core, requests), want, "")
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    ("qwen3", {}), ("qwen3", {"max_num_batched_tokens": 25}), ("gemma2", {}), ("qwen3_5", {}),
+], ids=["qwen3", "chunks", "gemma2", "qwen3_5"])  # fmt: skip
+def test_steps_that_are_not_captured_sample_as_many_rows_as_those_that_are(family, options, tmp_path, monkeypatch) -> None:
     """Some row again and again, whose result nobody reads: all say the same, and libraries have met the numbers before."""
     model = str(write_tiny(family, tmp_path))
     core = make_core(model, enforce_eager=True)
     requests = requests_of_all_kinds(core.vocab_size) if family == "qwen3" else plain_requests(20, max_tokens=9)
     want = run(core, requests)
-    core, counts = make_core(model, enforce_eager=True), []
+    core, counts = make_core(model, enforce_eager=True, **options), []
     prompts = capture_prompts(core, monkeypatch)
     monkeypatch.setattr(prompts, "takes", lambda plan: False)
     filled_up = prompts.filled_up
