@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine_driver import BLOCK, assert_all_same, make_core, plain_requests, requests_of_all_kinds, run
 from headrace.attention import triton_backend
 from headrace.attention.triton_backend import FEW_TOKENS, TritonAttention
-from headrace.engine.preparation import Preparation, answer_own
+from headrace.engine.preparation import Preparation
 from headrace.kernels.prepare import rows_on_host
 from headrace.kernels.prompt_rows import END, NUMBERS, TokenRows, expand_on_host, launch_expand
 from headrace.kernels.tables import SlotTables
@@ -231,20 +231,6 @@ def test_an_engine_says_the_same(tiny, options, monkeypatch) -> None:
     arrivals = [i // 3 for i in range(len(requests))]
     assert_all_same(run(core, requests, arrivals=arrivals), want, str(options))
     assert prompts.replays[Tail.LOGITS] > 5
-
-
-def test_the_numbers_of_sampled_rows_have_been_met_before_anybody_asks(tiny, monkeypatch) -> None:
-    """By steps just too large to be captured; behind them the engine says what it would have said."""
-    requests = plain_requests(12, max_tokens=9)
-    want = run(make_core(tiny, enforce_eager=True), requests)
-    core, met = make_core(tiny, enforce_eager=True), []
-    prompts = capture_prompts(core, monkeypatch)
-    prompts.sizes = token_sizes(128)
-    filled_up = prompts.filled_up
-    monkeypatch.setattr(prompts, "filled_up", lambda sampled, most: met.append(len(filled_up(sampled, most))) or filled_up(sampled, most))
-    answer_own(core.runner, core.scheduler.limits, core.vocab_size)
-    assert {size for size in prompts.seq_sizes if size < core.scheduler.limits.max_num_seqs} <= set(met)
-    assert_all_same(run(core, requests), want, "")
 
 
 @pytest.mark.parametrize(("family", "options"), [

@@ -37,7 +37,6 @@ from headrace.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:  # imports Triton's driver, which a CPU does not need
     from headrace.compile_ahead.ahead import Compilation
-    from headrace.worker.prompt_graphs import PromptGraphs
 
 logger = logging.getLogger(__name__)
 Tell = Callable[[str, int, int], None]  # what is done, and of what can be counted how much is, of how much
@@ -141,22 +140,4 @@ def answer_own(runner: ModelRunner, limits: Limits, vocab_size: int, alone: bool
         core.step()
     if core.adapters is not None:
         core.adapters.unload(OWN)
-    if runner.prompts is not None:
-        meet_sizes(core, limits, runner.prompts)
     core.close()
-
-
-def meet_sizes(core: EngineCore, limits: Limits, prompts: PromptGraphs) -> None:
-    """Steps with prompts that are just too large to be captured, each of another number of sampled rows (see
-    PromptGraphs.filled_up): what libraries have for these is loaded now, not while a device is full of work."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True).resolved({})
-    for size in prompts.seq_sizes:
-        seqs = min(size - 1, limits.max_num_seqs)
-        length = prompts.sizes[-1] // seqs + 1
-        fits = seqs * length <= limits.max_num_batched_tokens and length < limits.max_len
-        if not fits or seqs * (length // limits.block_size + 1) > limits.num_blocks:
-            continue
-        for i in range(seqs):
-            core.add(EngineRequest(f"own-{size}-{i}", array("i", [i % core.vocab_size] * length), params, i))
-        while core.has_work:
-            core.step()
