@@ -257,7 +257,6 @@ def to_json(table: TileTable) -> str:
         for name in ("short_attention", "few_attention", "ring_attention"):
             tile = getattr(tiles, name)
             entry[name] = None if tile is None else asdict(tile)
-        entry |= {"expert_stages": list(tiles.expert_stages)} if any(tiles.expert_stages) else {}
         for name in PRODUCTS:
             tile = getattr(tiles, name)
             entry[name] = {"kind": names[type(tile)], **asdict(tile)}

@@ -350,10 +350,9 @@ def large_products(rows: int) -> None:
 
 
 def experts(
-    rows: int, form: str = "float", hidden: int = 2048, inner: int = 768, count: int = 128, chosen: int = 8, rank: int = 0,
-    stages: tuple[int, int] = (0, 0),
+    rows: int, form: str = "float", hidden: int = 2048, inner: int = 768, count: int = 128, chosen: int = 8, rank: int = 0
 ) -> Callable[[], None]:
-    """A layer of experts with `rows` rows, from the router on; `rank`: of adapters that some have; `stages`: of rings."""
+    """A layer of experts with `rows` rows, from the router on; `rank`: of adapters that some have."""
 
     def matrix(number: int, width: int) -> Weight:
         if form == "float":
@@ -369,10 +368,10 @@ def experts(
         router, f32 = meta(count, hidden, dtype=torch.float32), torch.float32
         gpt = {"clamp": 7.0, "gate_up_bias": meta(count * 2 * inner), "down_bias": meta(count * hidden)} if form == "fp4" else {}
         gate_up, down = matrix(count * 2 * inner, hidden), matrix(count * hidden, inner)
-        if (rows == 1 and not rank) or any(stages):  # as the fused step runs it; of one row each program chooses for itself
-            squares = experts_triton.Squares(meta(rows, 64, dtype=f32), hidden, 1e-6)
-            joining = experts_triton.Joining(meta(rows, hidden, dtype=f32), x, meta(hidden), 1.0, 0.0)
-            experts_triton.add_experts(x, squares, router, gate_up, down, routing, joining, count=count, stages=stages, **gpt)
+        if rows == 1 and not rank:  # as the fused step runs it, where each program chooses for itself
+            squares = experts_triton.Squares(meta(1, 64, dtype=f32), hidden, 1e-6)
+            joining = experts_triton.Joining(meta(1, hidden, dtype=f32), x, meta(hidden), 1.0, 0.0)
+            experts_triton.add_experts(x, squares, router, gate_up, down, routing, joining, count=count, **gpt)
             return
         ids, shares = experts_triton.choose(x, router, None, None, routing)
         adds = None
@@ -445,7 +444,6 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"experts of {n} rows": experts(n) for n in (1, 32, 256, 1024, 4096)},
     **{f"experts of {n} rows in FP8": experts(n, "fp8") for n in (1, 32, 1024)},
     **{f"experts of {n} rows in FP4": experts(n, **GPT_OSS) for n in (1, 8, 32, 1024)},
-    **{f"experts of {n} rows in FP4 by copies": experts(n, **GPT_OSS, stages=(4, 4)) for n in (1, 8)},
     **{f"adapted experts of {n} rows": experts(n, rank=16) for n in (1, 256, 1024, 4096)},
     **{f"adapted experts of {n} rows in FP8": experts(n, "fp8", rank=16) for n in (32, 4096)},
     **{f"adapted experts of {n} rows in FP4": experts(n, **GPT_OSS, rank=64) for n in (32, 1024, 4096)},

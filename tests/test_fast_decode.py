@@ -367,8 +367,7 @@ def test_what_is_not_supported() -> None:
 
 
 def test_tables_survive_json() -> None:
-    by_copies = replace(GEMM, expert_stages=(4, 0))
-    own = {1: GEMV, 4: TABLES["short"][4], 8: RING, 16: GEMM, 32: by_copies, 128: TWO_KERNELS, 256: WIDE}
+    own = {1: GEMV, 4: TABLES["short"][4], 8: RING, 16: GEMM, 128: TWO_KERNELS, 256: WIDE}
     table = {**default_table(PLAIN), **own}
     assert from_json(to_json(table)) == table
 

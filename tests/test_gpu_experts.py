@@ -38,37 +38,6 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize(("hidden", "inner", "count"), [(2880, 2880, 32), (400, 360, 17)])
-def test_mxfp4_by_the_copy_engine(hidden: int, inner: int, count: int, rows: int) -> None:
-    """As the kernels that other cards have, and the same bits in all replays."""
-    (x, gate_up, down, _, _), given = case(rows, hidden, inner, count, 4, "fp4 by 32", BF16, biases=True)
-    router, norm, before = random(count, hidden, seed=3), random(hidden, seed=5), random(rows, hidden, seed=6)
-    squares = experts_triton.Squares(x.float().square().sum(1, keepdim=True), hidden, 1e-5)
-    total, normed = torch.empty_like(before), torch.empty_like(x)
-    joining = experts_triton.Joining(total, normed, norm, 1.0, 0.0)
-
-    def step(*stages: int) -> Tensor:
-        total.copy_(before)
-        how = routing(score="chosen", renormalize=False)
-        return experts_triton.add_experts(
-            x, squares, router, gate_up, down, how, joining, clamp=7.0, stages=stages, **given
-        )  # fmt: skip
-
-    sums = step(0, 0).sum(1)
-    expected = total - before
-    for stages in ((4, 0), (0, 4), (3, 5)):
-        assert error(step(*stages).sum(1), sums) < 1e-4
-        assert error(total - before, expected) < 2e-4
-    got = total.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(*stages)
-    for _ in range(20):
-        graph.replay()
-        assert torch.equal(total, got)
-
-
 @pytest.mark.parametrize("rows", [2, 5, 40, 1500])
 @pytest.mark.parametrize("form", ["float", *FORMS])
 def test_every_form(form: str, rows: int) -> None:

@@ -74,20 +74,18 @@ def test_experts_elsewhere_give_nothing() -> None:
     close(experts_triton.run_experts(*arguments, **given, first=4).float(), reference(*arguments, **given, first=4), TOLERANCE)
 
 
-@pytest.mark.parametrize(("hidden", "inner"), [(48, 8), (400, 72)])
-def test_joining_a_residual(hidden: int, inner: int) -> None:
-    """Each program chooses for itself, and rows are not divided by their norm yet. On Hopper by experts_ring.py."""
-    (x, gate_up, down, _, _), given = mxfp4(1, hidden, inner, 6, 4)
-    router, router_bias = random(6, hidden, seed=3), random(6, seed=4)
-    norm, total = random(hidden, seed=5), random(1, hidden, seed=6)
-    sums, how = random(1, 3, seed=7).square() * hidden, routing(score="chosen")
-    factor = (sums.sum(1, keepdim=True) / hidden + 1e-5).rsqrt()
+def test_joining_a_residual() -> None:
+    """Each program chooses for itself, and rows are not divided by their norm yet."""
+    (x, gate_up, down, _, _), given = mxfp4(1, 48, 8, 6, 4)
+    router, router_bias, norm, total = random(6, 48, seed=3), random(6, seed=4), random(48, seed=5), random(1, 48, seed=6)
+    sums, how = random(1, 3, seed=7).square() * 48, routing(score="chosen")
+    factor = (sums.sum(1, keepdim=True) / 48 + 1e-5).rsqrt()
     ids, shares = experts_triton.route((x.float() * factor) @ router.T + router_bias, None, how)
     rows = reference((x.double() * factor.double()), gate_up, down, ids, shares, **given)
     expected, normed = total + 0.5 * rows, torch.full_like(x, torch.nan)
     joining = experts_triton.Joining(total, normed, norm, 0.5, 0.25)
     squares = experts_triton.add_experts(
-        x, experts_triton.Squares(sums, hidden, 1e-5), router, gate_up, down, how, joining, router_bias=router_bias, **given
+        x, experts_triton.Squares(sums, 48, 1e-5), router, gate_up, down, how, joining, router_bias=router_bias, **given
     )
     close(total, expected, 2e-4)  # both rows are whole numbers of 15 bits then
     close(normed.float(), expected * (norm + 0.25), TOLERANCE)

@@ -28,10 +28,10 @@ def takes_experts(config: ModelConfig) -> bool:
 
 def join_experts(
     config: ModelConfig, weights: Mapping[str, Any], x: Tensor, sums: Tensor, total: Tensor, normed: Tensor, norm: Tensor,
-    norm_offset: float, adds: ExpertAdds | None = None, stages: tuple[int, int] = (0, 0),
+    norm_offset: float, adds: ExpertAdds | None = None,
 ) -> Tensor:  # fmt: skip
     """total [M, H] float32 += residual scale * what the experts make of RMSNorm(total), in place; `weights` are the layer's
-    (`LayerWeights.more`), `adds` what adapters of some rows add; `stages`: StepTiles.expert_stages.
+    (`LayerWeights.more`), `adds` what adapters of some rows add.
 
     x [M, H] and sums [M, tiles] are what stands for RMSNorm(total), see epilogues.py; `normed`, and the sums that are returned,
     the same of the new total. `normed` may be x itself.
@@ -47,7 +47,7 @@ def join_experts(
         joining = Joining(total, normed, norm, config.residual_scale, norm_offset)
         return add_experts(
             x, Squares(sums, config.hidden_size, config.norm_eps), router, gate_up, down, experts, joining,
-            router_bias=router_bias, correction=correction, stages=stages, **given,
+            router_bias=router_bias, correction=correction, **given,
         )  # fmt: skip
     rows = (x.float() * rms_factor_reference(sums, config.hidden_size, config.norm_eps)).to(x.dtype)
     ids, shares = choose(rows, router, router_bias, correction, experts)

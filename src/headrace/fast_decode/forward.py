@@ -349,9 +349,7 @@ class FastDecode:
                 offset = weights.norm_offset
                 assert sumsq_o is not None  # several ranks' experts are the general path's
                 adds = None if adapters is None else adapters.of_experts(index, rows)
-                sumsq_down = join_experts(
-                    config, layer.more, normed, sumsq_o, total, normed, following, offset, adds, step.expert_stages
-                )  # fmt: skip
+                sumsq_down = join_experts(config, layer.more, normed, sumsq_o, total, normed, following, offset, adds)
                 continue
             more = low_rank(adapters, f"layers.{index}.gate_up", normed, layer.gate_up, step.gate_up)
             if adapters is None or more is not None:

@@ -58,8 +58,6 @@ class StepTiles:
     themselves; the QKV product is then not split. `short_attention` serves contexts that one of its tiles holds: it is in
     registers before the wait for the QKV product, and there is nothing to merge. `few_attention` serves contexts of up to its
     `few` tokens. `ring_attention` takes the place of `attention` on Hopper, for keys and values in bfloat16.
-    `expert_stages`: of gate_up and down of experts in MXFP4, how many steps of their weights the copy engine has on their way
-    (kernels/experts_ring.py); 0: they pass through registers.
     """
 
     qkv: Tile
@@ -72,7 +70,6 @@ class StepTiles:
     short_attention: AttentionTile | None = None
     few_attention: AttentionTile | None = None
     ring_attention: RingAttention | None = None
-    expert_stages: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if isinstance(self.attention, SplitTile) and num_splits(self.qkv) > 1:
@@ -163,7 +160,7 @@ def default_tiles(
         products = {name: within(SMALL_BYTES, tile, shapes[name], rows) for name, tile in products.items()}
     return StepTiles(
         **products, attention=attention_tile(config, rows, copy_engine), attention_programs=default_programs(rows),
-        short_attention=None, few_attention=few_tile(config) if rows == 1 else None, expert_stages=(0, 0),
+        short_attention=None, few_attention=few_tile(config) if rows == 1 else None,
         ring_attention=ring_attention_tile(config, rows) if copy_engine and not in_fp8 else None,
     )  # fmt: skip
 
@@ -412,7 +409,6 @@ def from_json(text: str) -> dict[int, StepTiles]:
             short_attention=None if short is None else AttentionTile(**short),
             few_attention=None if few is None else AttentionTile(**few),
             ring_attention=None if ring is None else RingAttention(**ring),
-            expert_stages=tuple(entry.get("expert_stages", (0, 0))),
         )  # fmt: skip
     if not table:
         raise ValueError("a table without rows")

@@ -23,7 +23,7 @@ from headrace.kernels.experts_route import Routing, Squares, choose, route, rout
 from headrace.kernels.experts_row import Joining, row_down, row_glu
 from headrace.kernels.experts_sort import sort_form, sort_pairs
 from headrace.kernels.experts_tiles import launch, sum_pairs, tile_for, tile_rows
-from headrace.kernels.experts_warp import has_copy_engine, takes_ring, takes_warps, warp_down, warp_glu
+from headrace.kernels.experts_warp import takes_warps, warp_down, warp_glu
 from headrace.kernels.experts_warp_tiles import ROWS as WHOLE_ROWS
 from headrace.kernels.experts_warp_tiles import warp_tiles_down, warp_tiles_glu
 from headrace.kernels.experts_wide import takes_wide, wide_down
@@ -64,11 +64,11 @@ def add_experts(
     x: Tensor, squares: Squares, router: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, routing: Routing, joining: Joining,
     *, count: int, first: int = 0, activation: Activation = "silu", clamp: float = 0.0, router_bias: Tensor | None = None,
     correction: Tensor | None = None, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    adds: ExpertAdds | None = None, stages: tuple[int, int] = (0, 0),
+    adds: ExpertAdds | None = None,
 ) -> Tensor:  # fmt: skip
     """What the experts give joins a residual stream, and with it the norms on both sides of them: x [T, H] are rows that still
     have to be divided by their norm. Returns the sums of squares that the next product needs."""
-    how = _How(count, first, gate_up.shape[0] // count // 2, activation, clamp, gate_up_bias, down_bias, stages)
+    how = _How(count, first, gate_up.shape[0] // count // 2, activation, clamp, gate_up_bias, down_bias)
     few = len(x) <= ROW_FORM and adds is None
     if few and chooses_by_logits(correction, routing):
         whole = takes_warps(x, gate_up, down, routing.chosen)
@@ -116,7 +116,6 @@ class _How:
     clamp: float
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
-    stages: tuple[int, int] = (0, 0)  # of the copy engine's rings, for gate_up and down in MXFP4 (experts_ring.py)
 
 
 def _rows(
@@ -127,17 +126,7 @@ def _rows(
     gating: dict[str, Any] = {"activation": how.activation, "clamp": how.clamp, "factors": factors}
     if takes_warps(x, gate_up, down, choice.chosen):
         numbers = numbers or digits(x, held_width(gate_up))
-        if how.stages[0] and takes_ring(out, choice):
-            from headrace.kernels.experts_ring_row import ring_glu
-
-            stages = how.stages[0]
-            inner = ring_glu(numbers, gate_up, how.gate_up_bias, choice, held_width(down), how.inner, stages=stages, **gating)
-        else:
-            inner = warp_glu(numbers, gate_up, how.gate_up_bias, choice, held_width(down), how.inner, **held, **gating)
-        if how.stages[1] and takes_ring(out, choice):
-            from headrace.kernels.experts_ring_row import ring_down
-
-            return ring_down(inner, down, how.down_bias, choice, out, stages=how.stages[1])
+        inner = warp_glu(numbers, gate_up, how.gate_up_bias, choice, held_width(down), how.inner, **held, **gating)
         return warp_down(inner, down, how.down_bias, choice, out, **held)
     between = x.new_empty(choice.rows * choice.chosen, held_width(down))
     row_glu(x.contiguous(), gate_up, how.gate_up_bias, choice, between, how.inner, **held, **gating)
@@ -189,24 +178,12 @@ def _whole_tiles(
     ids, shares = choice.ids, choice.shares
     assert ids is not None and shares is not None
     chosen, hidden = ids.shape[1], down.shape[0] // how.count
-    in_order, inner = sort_pairs(ids, how.count, how.first, WHOLE_ROWS), held_width(down)
-    numbers, has_ring = digits(x, held_width(gate_up)), factors is not None and has_copy_engine(x.device)
-    gating: dict[str, Any] = {"activation": how.activation, "clamp": how.clamp, "factors": factors}
-    if has_ring and how.stages[0]:
-        from headrace.kernels.experts_ring_tiles import ring_tiles_glu
-
-        stages = how.stages[0]
-        between = ring_tiles_glu(
-            numbers, gate_up, how.gate_up_bias, in_order, chosen, inner, how.inner, stages=stages, **gating
-        )  # fmt: skip
-    else:
-        between = warp_tiles_glu(numbers, gate_up, how.gate_up_bias, in_order, chosen, inner, how.inner, **gating)
-    if has_ring and how.stages[1]:
-        from headrace.kernels.experts_ring_tiles import ring_tiles_down
-
-        parts = ring_tiles_down(between, down, how.down_bias, in_order, shares, hidden, stages=how.stages[1])
-    else:
-        parts = warp_tiles_down(between, down, how.down_bias, in_order, shares, hidden)
+    in_order = sort_pairs(ids, how.count, how.first, WHOLE_ROWS)
+    between = warp_tiles_glu(
+        digits(x, held_width(gate_up)), gate_up, how.gate_up_bias, in_order, chosen, held_width(down), how.inner,
+        activation=how.activation, clamp=how.clamp, factors=factors,
+    )  # fmt: skip
+    parts = warp_tiles_down(between, down, how.down_bias, in_order, shares, hidden)
     return sum_pairs(parts, ids, out, how.count, how.first)
 
 

@@ -14,16 +14,15 @@ each, 0 where a thread's weights are of another group: thread 4 g + q gets the s
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from headrace.kernels.activation import gated
 from headrace.kernels.experts_digits import Digits, new_digits, split_digits, store_digits
 from headrace.kernels.experts_few import Choice, choice_of, expert_of
 from headrace.kernels.experts_row import Joining, alone, finish_row, row_target
-from headrace.kernels.launch import capability, gdc_launch_dependents, gdc_wait, hold, jit, knows_gluon, pdl, tl
+from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, hold, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, assembly, held_width
 from headrace.kernels.warp_products import LOAD, LOAD_ONCE, load_words
 
@@ -40,40 +39,27 @@ _ABOVE, _BELOW = 0x04030200, 0xFDFEFF00
 _ABOVE_REST, _BELOW_REST = "0x0d090705", "0xf4f8fafc"
 
 
-def word_lines(given: tuple[str, str], first: str, second: str) -> list[str]:
-    """A word of each of a thread's two rows as operands a and b; `first` and `second`: the first four bytes of the tables."""
-    lines = []
-    for row, word in enumerate(given):
-        lines += [f"xor.b32 t, {word}, 0x88888888;", f"shr.u32 u, {word}, 16;", "shr.u32 v, t, 16;"]
-        tables = (("a", first, _ABOVE_REST, (word, "u")), ("b", second, _BELOW_REST, ("t", "v")))
-        for name, table, rest, selectors in tables:
-            lines += [f"prmt.b32 {name}{row + 2 * i}, {table}, {rest}, {selectors[i]};" for i in range(2)]
-    return lines
-
-
-def x_lines(x: str, places: tuple[str, str], before: str, sums: str) -> list[str]:
-    """The `sums` of `before` and the operands' products with a word of x."""
-    lines = [f"prmt.b32 x{i}, {x}, z, {place};" for i, place in enumerate(places)]
-    for name, c in (("a", before), ("b", sums)):
-        lines.append(f"{_MMA} {{{sums}}}, {{{', '.join(f'{name}{i}' for i in range(4))}}}, {{x0, x1}}, {{{c}}};")
-    return lines
-
-
-def with_registers(lines: list[str]) -> str:
-    registers = ".reg .b32 z, t, u, v, x0, x1, " + ", ".join(f"{name}{i}" for name in "ab" for i in range(4)) + ";"
-    return "{" + registers + "\nmov.b32 z, 0x0;\n" + "\n".join(lines) + "\n}"
-
-
 def _multiply_word(rows: int) -> Any:
     """Of each row of x four sums that grow by the products with a word of each of a thread's two rows of the weights: $0 and on
     the sums, as many before; then the two words, the first four bytes of both tables, where bytes of x belong, and x."""
     words = 8 * rows
-    a, b, first, second, *places = (f"${words + i}" for i in range(6))
-    lines = word_lines((a, b), first, second)
+    a, b, first, second, places = (f"${words + i}" for i in range(5))
+    lines = []
+    for row, given in enumerate((a, b)):
+        lines += [f"xor.b32 t, {given}, 0x88888888;", f"shr.u32 u, {given}, 16;", "shr.u32 v, t, 16;"]
+        tables = (("a", first, _ABOVE_REST, (given, "u")), ("b", second, _BELOW_REST, ("t", "v")))
+        for name, table, rest, selectors in tables:
+            lines += [f"prmt.b32 {name}{row + 2 * i}, {table}, {rest}, {selectors[i]};" for i in range(2)]
     for r in range(rows):
-        sums, before = (", ".join(f"${at + 4 * r + i}" for i in range(4)) for at in (0, 4 * rows))
-        lines += x_lines(f"${words + 6 + r}", (places[0], places[1]), before, sums)
-    return tl and tl.constexpr(with_registers(lines))
+        x = f"${words + 6 + r}"
+        lines += [f"prmt.b32 x0, {x}, z, {places};", f"prmt.b32 x1, {x}, z, ${words + 5};"]
+        sums = ", ".join(f"${4 * r + i}" for i in range(4))
+        before = ", ".join(f"${4 * rows + 4 * r + i}" for i in range(4))
+        for name, c in (("a", before), ("b", sums)):
+            operand = ", ".join(f"{name}{i}" for i in range(4))
+            lines.append(f"{_MMA} {{{sums}}}, {{{operand}}}, {{x0, x1}}, {{{c}}};")
+    registers = ".reg .b32 z, t, u, v, x0, x1, " + ", ".join(f"{name}{i}" for name in "ab" for i in range(4)) + ";"
+    return tl and tl.constexpr("{" + registers + "\nmov.b32 z, 0x0;\n" + "\n".join(lines) + "\n}")
 
 
 def _operands(rows: int) -> Any:
@@ -300,20 +286,6 @@ def takes_warps(x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, chosen: in
     """Whether these kernels do: of MXFP4, on a card, for bfloat16 rows."""
     fit = all(w.kind == "fp4" and w.group == 32 and w.scales is not None and w.scales.itemsize == 2 for w in (gate_up, down))
     return fit and assembly(x) > 0 and chosen in (1, 2, 4, 8)
-
-
-def has_copy_engine(device: torch.device) -> bool:
-    """Whether experts_ring.py runs on it."""
-    return capability(device)[0] == 9 and knows_gluon()
-
-
-def takes_ring(out: Tensor | Joining, choice: Choice) -> TypeGuard[Joining]:
-    """Whether experts_ring.py has these kernels too: for one row, which joins a residual and has the four experts of the
-    highest logits."""
-    if isinstance(out, Tensor) or choice.rows > 1 or choice.logits is None or choice.chosen != 4 or choice.routing is None:
-        return False
-    of_four = choice.routing.score == "chosen" or (choice.routing.score == "softmax" and choice.routing.renormalize)
-    return of_four and out.total.shape[1] % 16 == 0 and has_copy_engine(out.total.device)
 
 
 def warp_glu(

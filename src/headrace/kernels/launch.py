@@ -47,7 +47,6 @@ __all__ = [
     "hold",
     "is_roomy",
     "jit",
-    "knows_gluon",
     "next_power_of_2",
     "num_multiprocessors",
     "on_gpu",
@@ -91,16 +90,6 @@ def is_roomy(device: torch.device) -> bool:
 def num_multiprocessors(device: torch.device) -> int:
     """SMs of a CUDA device; 132, an H100's, for anything else."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-@functools.cache
-def knows_gluon() -> bool:
-    """Whether Triton is of the kind that kernels in Gluon were written for, which is young, and compiles them."""
-    if not _TRITON.startswith("3.6."):
-        return False
-    import triton
-
-    return not triton.knobs.runtime.interpret
 
 
 def on_gpu(tensor: Tensor) -> bool:
