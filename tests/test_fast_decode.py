@@ -20,7 +20,6 @@ from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.forward import FastDecode, FastDecoder, has_copy_engine, most_rows
 from headrace.fast_decode.gemv import GemvTile
-from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.ring_tile import RingAttention, RingTile
 from headrace.fast_decode.rounded_tile import RoundedTile
 from headrace.fast_decode.skinny_gemm import GemmTile, row_block
@@ -52,10 +51,6 @@ GEMV = StepTiles(
     qkv=GemvTile(64, 32, 1, 2), o=GemvTile(32, 64, 2, 1), gate_up=GemvTile(32, 16, 1, 1), down=GemvTile(16, 64, 2, 3),
     lm_head=GemvTile(64, 64, 1, 1), attention=AttentionTile(block_n=32, early=True), attention_programs=12,
 )  # fmt: skip
-TWO_ROWS = StepTiles(
-    qkv=TwoRowTile(64, 32, 1, 2), o=TwoRowTile(32, 64, 2, 1), gate_up=TwoRowTile(32, 16, 1, 1), down=TwoRowTile(16, 64, 2, 3),
-    lm_head=TwoRowTile(64, 64, 1, 1), attention=AttentionTile(block_n=64, min_tiles=2), attention_programs=20,
-)  # fmt: skip
 GEMM = StepTiles(
     qkv=GemmTile(64, 32, 2, 4, 2), o=GemmTile(32, 16, 3, 4, 2, prefetch=1), gate_up=GemmTile(64, 32, 1, 4, 2, prefetch=4),
     down=GemmTile(32, 64, 2, 4, 2), lm_head=GemmTile(64, 64, 1, 4, 2), attention=AttentionTile(block_n=64, min_tiles=2),
@@ -72,7 +67,7 @@ RING = StepTiles(  # as the others, here
     lm_head=RingTile(64, 64, 1, 2), attention=AttentionTile(block_n=64), ring_attention=RingAttention(2, 2, 20),
 )  # fmt: skip
 TABLES = {
-    "gemv": {1: GEMV}, "ring": {16: RING}, "two rows": {2: TWO_ROWS}, "gemm": {16: GEMM}, "short": {4: replace(GEMM, short_attention=AttentionTile(256))},
+    "gemv": {1: GEMV}, "ring": {16: RING}, "gemm": {16: GEMM}, "short": {4: replace(GEMM, short_attention=AttentionTile(256))},
     "mixed": {1: replace(GEMM, down=GEMV.down, qkv=GEMV.qkv)},
 }  # fmt: skip
 
@@ -86,7 +81,7 @@ def assert_close(result: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("name", "table"),
-    [*((name, "gemm") for name in CONFIGS), ("qwen3", "gemv"), ("gemma", "gemv"), ("gemma", "two rows"), ("qwen2, window in one layer", "two rows"), ("delta net", "gemv"), ("qwen2, window in one layer", "gemv"), ("granite", "mixed"),
+    [*((name, "gemm") for name in CONFIGS), ("qwen3", "gemv"), ("gemma", "gemv"), ("gemma", "ring"), ("qwen2, window in one layer", "ring"), ("delta net", "gemv"), ("qwen2, window in one layer", "gemv"), ("granite", "mixed"),
      ("qwen2, window in one layer", "short")],
 )
 def test_equals_the_decoder(name: str, table: str) -> None:
@@ -111,14 +106,6 @@ def test_equals_the_decoder(name: str, table: str) -> None:
         assert_close(ours, theirs)
     for ours, theirs in zip(states_of(kv), states_of(kv_expected), strict=True):
         assert_close(ours, theirs)
-
-
-def test_adapters_are_added_within_tiles_that_take_them() -> None:
-    """Products of two rows take none; where there are no others, adapters add behind them (tests/test_lora_model.py)."""
-    fast = FastDecode(PLAIN, random_weights(PLAIN), 4, CPU, {2: TWO_ROWS, 4: GEMM})
-    assert [fast.tiles_for(2), fast.tiles_for(2, adapted=True), fast.tiles_for(3)] == [TWO_ROWS, GEMM, GEMM]
-    alone = FastDecode(PLAIN, random_weights(PLAIN), 2, CPU, {2: TWO_ROWS})
-    assert alone.tiles_for(2, adapted=True) == TWO_ROWS
 
 
 def test_a_delta_net_whose_gates_are_a_product_of_their_own(monkeypatch) -> None:

@@ -14,7 +14,6 @@ from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.attention_reference import HeadShape, decode_attention_reference
 from headrace.fast_decode.forward import FastDecode, has_copy_engine
 from headrace.fast_decode.gemv import GemvTile
-from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.products import MAX_ROWS, project
 from headrace.fast_decode.ring_tile import RingAttention, RingTile
 from headrace.fast_decode.skinny_gemm import GemmTile
@@ -202,7 +201,7 @@ def test_weights_beyond_2_31_elements(card) -> None:
     x = torch.randn(3, width, device=card).to(BF16)
     tail = weight[-4096:].float()
     expected = x.float() @ tail.T
-    for tile in (GemvTile(8, 1024, 4, 2), TwoRowTile(8, 1024, 4, 1), GemmTile(64, 128, 1, 4, 4), RingTile(64, 128, 1, 4), WideTile(64, 64, 128, 1, 4, 4)):
+    for tile in (GemvTile(8, 1024, 4, 2), GemmTile(64, 128, 1, 4, 4), RingTile(64, 128, 1, 4), WideTile(64, 64, 128, 1, 4, 4)):
         rows = min(3, MAX_ROWS[type(tile)])
         out = torch.empty(1, rows, columns, device=card)
         project(x[:rows], Weight(weight), out, tile)

@@ -16,7 +16,6 @@ from headrace.fast_decode.attention_reference import HeadShape, decode_attention
 from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference, runs_triton
 from headrace.fast_decode.gemv import GemvTile
-from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.ring_tile import RingTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.wide_gemm import WideTile
@@ -41,11 +40,10 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 GEMV_TILES = [GemvTile(32, 64, 4, 2), GemvTile(16, 256, 4, 1), GemvTile(64, 32, 2, 0), GemvTile(16, 64, 2, 1, shared=2)]
-TWO_ROW_TILES = [TwoRowTile(16, 64, 4, 1), TwoRowTile(8, 256, 2, 0)]
 GEMM_TILES = [GemmTile(16, 32, 1, 4, 3), GemmTile(32, 32, 2, 4, 2, prefetch=1), GemmTile(16, 16, 5, 4, 2, prefetch=9)]
 WIDE_TILES = [WideTile(64, 32, 64, 1, 4, 3), WideTile(64, 64, 32, 3, 4, 2), WideTile(128, 16, 32, 2, 8, 2)]
 RING_TILES = [RingTile(32, 32, 1, 3), RingTile(16, 32, 2, 2)]  # as GemmTile, here
-TILES = [*GEMV_TILES, *TWO_ROW_TILES, *GEMM_TILES, *RING_TILES, *WIDE_TILES]
+TILES = [*GEMV_TILES, *GEMM_TILES, *RING_TILES, *WIDE_TILES]
 SHAPES = [(1, 64, 128), (1, 50, 96), (2, 50, 96), (3, 50, 96)]  # rows, columns, width: whole tiles, and neither columns nor width whole
 
 
@@ -94,7 +92,7 @@ def check_residual(tile, rows: int, columns: int, width: int, bias: Tensor | Non
     tiles = -(-columns // tile.block_n)
     normed = torch.full((rows, columns), NAN, device=DEVICE)
     sumsq = torch.full((rows, tiles), NAN, device=DEVICE)
-    space = None if isinstance(tile, GemvTile | TwoRowTile) else split_space(tile, rows, columns)
+    space = None if isinstance(tile, GemvTile) else split_space(tile, rows, columns)
     products.residual(x, w, total, normed, sumsq, norm, tile, space, norm_offset=0.5, scale=0.3, bias=bias)
     assert space is None or not space.tickets.any()
     close(total, expected[0], 1e-5)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from headrace.fast_decode.epilogues import runs_triton
-from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.products import Tile, project
 from headrace.kernels.activation import act_mul
 from headrace.kernels.experts_lora import ExpertAdds
@@ -36,7 +35,7 @@ class Adds(Protocol):
 
 def low_rank(adapters: Adds | None, target: str, x: Tensor, weight: Weight, tile: Tile) -> LowRank | None:
     """What the product is to add; None: nothing, or it is added otherwise."""
-    if adapters is None or weight.kind != "float" or isinstance(tile, TwoRowTile) or not runs_triton(x):
+    if adapters is None or weight.kind != "float" or not runs_triton(x):
         return None
     return adapters.low_rank(target, x, tile.block_n)
 

@@ -30,7 +30,6 @@ from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.experts import join_experts, takes_experts
 from headrace.fast_decode.gemv import GemvTile
-from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.join_normed import join_normed
 from headrace.fast_decode.products import RoundedTile, Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
@@ -42,7 +41,6 @@ from headrace.fast_decode.tiles import (
     StepTiles,
     TileTable,
     default_table,
-    takes_adapters,
     with_attention_in_two,
     with_delta_qkv,
     with_fp8_cache,
@@ -222,7 +220,7 @@ class FastDecode:
         self.rounded = tuple(empty(codes * width, dtype=torch.float8_e4m3fn) for width in widths)
         self.sizes = tuple(empty(width // 64, row_block(rows), dtype=f32) for width in widths)
         self.logits = empty(rows, self.weights.lm_head.shape[0], dtype=logits_dtype)
-        split = [(n, tile) for n, tile in residuals if not isinstance(tile, GemvTile | TwoRowTile) and tile.splits > 1]
+        split = [(n, tile) for n, tile in residuals if not isinstance(tile, GemvTile) and tile.splits > 1]
         both = [(n, tiles) for n, step in steps for tiles in (step, with_ring_attention(step))]
         row_splits = max(n * self._num_splits(tiles, n, max_context) for n, tiles in both)
         sums = max(num_slots(rows), row_splits) * config.num_heads
@@ -247,11 +245,10 @@ class FastDecode:
         tensors += [*self.space.tensors, *(t for pair in self.rope.values() for t in pair)]
         return sum(t.numel() * t.itemsize for t in tensors)
 
-    def tiles_for(self, rows: int, table: TileTable | None = None, adapted: bool = False) -> StepTiles:
-        """`table`: of a layer; None: of most layers, whose attention all have. `adapted`: adapters may add to the products."""
+    def tiles_for(self, rows: int, table: TileTable | None = None) -> StepTiles:
+        """`table`: of a layer; None: of most layers, whose attention all have."""
         table = self.tiles if table is None else table
-        fit = [table[n] for n in sorted(table) if n >= rows]
-        return next((step for step in fit if takes_adapters(step)), fit[0]) if adapted else fit[0]
+        return table[min(n for n in table if n >= rows)]
 
     def takes_adapters(self, rows: int) -> bool:
         """In steps of so many rows; of more, what would be rounded is as it is here, and slower than where others round it."""
@@ -259,12 +256,11 @@ class FastDecode:
 
     def _all_steps(self) -> list[tuple[int, StepTiles]]:
         """(rows, tiles) of every step and kind of layer."""
-        of = product(self.tables.values(), range(1, self.max_rows + 1), (False, True))
-        return [(n, self.tiles_for(n, table, adapted)) for table, n, adapted in of]
+        return [(n, self.tiles_for(n, table)) for table, n in product(self.tables.values(), range(1, self.max_rows + 1))]
 
-    def _layer_steps(self, rows: int, in_two: bool, adapted: bool) -> list[StepTiles]:
+    def _layer_steps(self, rows: int, in_two: bool) -> list[StepTiles]:
         """The tiles of each layer; `in_two`: its attention takes no partial sums, as delta nets do not."""
-        steps = [self.tiles_for(rows, table, adapted) for table in self.layer_tables]
+        steps = [self.tiles_for(rows, table) for table in self.layer_tables]
         return [
             with_attention_in_two(step) if in_two or delta is not None else step
             for step, delta in zip(steps, self.deltas, strict=True)
@@ -291,7 +287,7 @@ class FastDecode:
         if rows != batch.num_seqs or rows > self.max_rows:
             allowed = f"1 to {self.max_rows}, one each"
             raise ValueError(f"FastDecode got {rows} rows of {batch.num_seqs} sequences, allowed: {allowed}")
-        config, weights, tiles = self.config, self.weights, self.tiles_for(rows, adapted=adapters is not None)
+        config, weights, tiles = self.config, self.weights, self.tiles_for(rows)
         if batch.related:  # a row of the one kernel would read what another one is about to write
             tiles = with_attention_in_two(tiles)
         elif tiles.few_attention is not None and max(batch.context_lens) <= tiles.few_attention.few:
@@ -302,7 +298,7 @@ class FastDecode:
             tiles = with_ring_attention(tiles)
         total, normed, inner = self.residual[:rows], self.normed[:rows], self.inner[:rows]
         of_head, layers = normed, weights.layers[: self.depth]
-        steps = self._layer_steps(rows, isinstance(tiles.attention, SplitTile), adapters is not None)
+        steps = self._layer_steps(rows, isinstance(tiles.attention, SplitTile))
         attended, chunks = self.attended[:rows], NO_CHUNKS
         if adapters is None and layers and self._takes_rounded(steps[0], tiles.attention):
             widths, apart = (config.hidden_size, config.q_size, config.intermediate_size), (2,) if rows <= PAIR_ROWS else ()

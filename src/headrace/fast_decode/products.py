@@ -1,7 +1,6 @@
 """The matrix products of a fused decode step: what they compute, by the kernel that the tile's type names.
 
     GemvTile   CUDA cores, one row                           gemv.py
-    TwoRowTile CUDA cores, two rows                         gemv_two.py
     GemmTile   tensor cores, 2 to 64 rows                    skinny_gemm.py
     RingTile   the same on Hopper, weights by the copy engine ring_gemm.py
     WideTile   tensor cores and copy engine, up to 256 rows  wide_gemm.py
@@ -25,7 +24,6 @@ from torch import Tensor
 
 from headrace.fast_decode import (
     gemv,
-    gemv_two,
     narrow_gemm,
     ring_tile,
     rounded_tile,
@@ -41,7 +39,6 @@ from headrace.fast_decode.epilogues import (
     runs_triton,
 )
 from headrace.fast_decode.gemv import GemvTile
-from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.ring_tile import RingTile
 from headrace.fast_decode.rounded_tile import RoundedTile
 from headrace.fast_decode.skinny_gemm import GemmTile
@@ -55,10 +52,10 @@ from headrace.kernels.rounded import keep, numbers
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight
 
-Tile = GemvTile | TwoRowTile | GemmTile | RingTile | WideTile | WarpTile | RoundedTile
+Tile = GemvTile | GemmTile | RingTile | WideTile | WarpTile | RoundedTile
 MAX_ROWS: dict[type, int] = {
     GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS, WarpTile: warp_gemm.MAX_ROWS,
-    TwoRowTile: gemv_two.MAX_ROWS, RingTile: ring_tile.MAX_ROWS,
+    RingTile: ring_tile.MAX_ROWS,
     RoundedTile: rounded_tile.MAX_ROWS,
 }  # fmt: skip
 
@@ -77,7 +74,7 @@ def _rounded_plan(*arguments: Any, **more: Any) -> Plan:
 
 PLAN: dict[type, Callable[..., Plan]] = {
     GemvTile: gemv.plan, GemmTile: skinny_gemm.plan, WideTile: wide_gemm.plan, WarpTile: warp_gemm.plan,
-    TwoRowTile: gemv_two.plan, RingTile: _ring_plan,
+    RingTile: _ring_plan,
     RoundedTile: _rounded_plan,
 }  # fmt: skip
 NARROW_PLAN: Callable[..., Plan] = narrow_gemm.plan

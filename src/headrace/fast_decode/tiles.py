@@ -17,7 +17,6 @@ from pathlib import Path
 from headrace.config import cache_dir
 from headrace.fast_decode.attention import AttentionTile
 from headrace.fast_decode.gemv import GemvTile
-from headrace.fast_decode.gemv_two import TwoRowTile
 from headrace.fast_decode.products import MAX_ROWS, Tile, num_splits
 from headrace.fast_decode.ring_tile import RingAttention, RingTile
 from headrace.fast_decode.ring_tile import row_block as ring_rows
@@ -43,7 +42,7 @@ EARLY_ROWS = 8  # up to here the kernel behind attention may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 # as a table's file names them
 KINDS = {
-    "gemv": GemvTile, "two": TwoRowTile, "gemm": GemmTile, "ring": RingTile, "wide": WideTile, "warp": WarpTile,
+    "gemv": GemvTile, "gemm": GemmTile, "ring": RingTile, "wide": WideTile, "warp": WarpTile,
     "rounded": RoundedTile,
 }  # fmt: skip
 SMALL_BYTES, LARGE_BYTES = 96 * 1024, 224 * 1024  # of shared memory that a program has on every card, and on Hopper
@@ -76,15 +75,10 @@ class StepTiles:
             raise ValueError("attention in two kernels takes no partial QKV sums")
 
 
-def takes_adapters(tiles: StepTiles) -> bool:
-    """Whether adapters can add to the products within these (see adapters.py)."""
-    return not any(isinstance(getattr(tiles, name), TwoRowTile) for name in PRODUCTS)
-
-
 def with_attention_in_two(tiles: StepTiles) -> StepTiles:
     """The same, with all keys and values written before any of them is read."""
     whole: Tile = tiles.qkv
-    if not isinstance(whole, GemvTile | TwoRowTile):
+    if not isinstance(whole, GemvTile):
         whole = replace(whole, splits=1)
     two = tiles.attention if isinstance(tiles.attention, SplitTile) else SplitTile()
     return replace(tiles, qkv=whole, attention=two, short_attention=None, few_attention=None, ring_attention=None)
