@@ -1,4 +1,4 @@
-"""Prefill by kernels of others where they are faster: cuDNN through torch, FlashAttention-3 where it is installed.
+"""Prefill by kernels of others: FlashAttention-3 where it is installed, cuDNN through torch where it is asked for.
 
 Measured on an H100, prompts of 4096, head_dim 128 (TFLOP/s, 16 heads / 32 heads / 32 heads and 4 prompts): FlashAttention-3
 656 / 690 / 700, of varying lengths 600 / 634 / 650, cuDNN 457 / 537 / 600, our own varlen kernel 409 / 457 / 500. Decode,
@@ -26,8 +26,8 @@ from headrace.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-# cuDNN builds a plan for each shape, in tens of milliseconds, and each call costs the host as much as several launches: it
-# gets the part of a prompt that is a multiple of this many tokens, and at most so many calls a layer.
+# cuDNN builds a plan for each shape, in tens of milliseconds or many more, and each call costs the host as much as several
+# launches: it gets the part of a prompt that is a multiple of this many tokens, and at most so many calls a layer.
 CUDNN_MULTIPLE = 1024
 CUDNN_CALLS = 4
 # FlashAttention-3 takes steps with at least this many prefill rows ...

@@ -75,7 +75,6 @@ def _select_cuda(name: str, model: ModelConfig, device: torch.device, narrow: bo
         return TritonAttention(model, device), f"Triton for everything: {refusal}"
     from headrace.attention.flash import CudnnAttention, FlashAttention3, find_flash_attention_3
 
-    problem = "not asked for"
     if name != "cudnn":
         forward, source = find_flash_attention_3()
         if forward is not None:
@@ -83,17 +82,14 @@ def _select_cuda(name: str, model: ModelConfig, device: torch.device, narrow: bo
             return FlashAttention3(model, device, forward), why
         if name == "fa3":
             raise ParameterError("attention_backend", name, f"auto, cudnn or triton here: FlashAttention-3 is {source}")
-        problem = source
+        # cuDNN builds a plan for each new shape of prompts, for which all that run would wait
+        return TritonAttention(model, device), f"Triton for everything: FlashAttention-3 is {source}"
     missing = "" if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
     if model.head_dim > 128 and model.windows:
         missing = f"cuDNN is not used at head_dim {model.head_dim} beside windows"
-    if missing and name == "cudnn":
-        raise ParameterError("attention_backend", name, f"auto or triton here: {missing}")
     if missing:
-        return TritonAttention(model, device), f"Triton for everything: {missing}; FlashAttention-3: {problem}"
-    return CudnnAttention(model, device), (
-        f"cuDNN for long fresh prompts, Triton for decode and all other prefill (FlashAttention-3: {problem})"
-    )
+        raise ParameterError("attention_backend", name, f"auto or triton here: {missing}")
+    return CudnnAttention(model, device), "cuDNN for long fresh prompts, Triton for decode and all other prefill, as asked for"
 
 
 def _refusal(model: ModelConfig, device: torch.device) -> str:
