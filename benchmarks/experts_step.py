@@ -22,7 +22,8 @@ from experts import reading
 from gpu_decode import DEVICE, Cache, Input, capture, graph_ms, numbers, say
 from headrace.fast_decode import forward
 from headrace.fast_decode.experts import join_experts
-from headrace.fast_decode.forward import FastDecode, usual_kinds
+from headrace.fast_decode.forward import FastDecode
+from headrace.fast_decode.takes import usual_kinds
 from headrace.fast_decode.tiles import load_tiles
 from headrace.kernels.experts import route_reference
 from headrace.model.batch import ForwardBatch

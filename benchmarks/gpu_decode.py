@@ -38,7 +38,8 @@ import tile_search
 from echo_group import EchoGroup
 from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode import tiles as decode_tiles
-from headrace.fast_decode.forward import FastDecode, has_copy_engine
+from headrace.fast_decode.forward import FastDecode
+from headrace.fast_decode.takes import has_copy_engine
 from headrace.fast_decode.tiles import ROW_STEPS, SHIPPED, Kinds, StepTiles, tile_file_name
 from headrace.kernels.attention_decode import SplitTile
 from headrace.model.batch import ForwardBatch

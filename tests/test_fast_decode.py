@@ -15,14 +15,16 @@ from fast_decode_cases import CONFIGS, PLAIN, cut, decode_batch, random_weights,
 from headrace.attention.torch_backend import TorchAttention
 from headrace.cache import fp8
 from headrace.fast_decode import forward as fast_decode
-from headrace.fast_decode import rounded_tile
+from headrace.fast_decode import rounded_tile, takes
 from headrace.fast_decode.attention import AttentionTile, decode_attention
+from headrace.fast_decode.decoder import FastDecoder
 from headrace.fast_decode.epilogues import runs_triton
-from headrace.fast_decode.forward import FastDecode, FastDecoder, has_copy_engine, most_rows
+from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.ring_tile import RingAttention, RingTile
 from headrace.fast_decode.rounded_tile import RoundedTile
 from headrace.fast_decode.skinny_gemm import GemmTile, row_block
+from headrace.fast_decode.takes import has_copy_engine, most_rows
 from headrace.fast_decode.tiles import (
     PRODUCTS,
     SHIPPED,
@@ -328,7 +330,7 @@ def test_what_a_card_without_a_copy_engine_gets() -> None:
     ],
 )  # fmt: skip
 def test_who_has_a_copy_engine(monkeypatch, card, dtype, change, expected) -> None:
-    monkeypatch.setattr(fast_decode, "capability", lambda device: card)
+    monkeypatch.setattr(takes, "capability", lambda device: card)
     assert has_copy_engine(replace(PLAIN, **change), dtype, CPU) is expected
 
 

@@ -12,11 +12,12 @@ from headrace.attention.torch_backend import TorchAttention
 from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.attention_reference import HeadShape, decode_attention_reference
-from headrace.fast_decode.forward import FastDecode, has_copy_engine
+from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import MAX_ROWS, project
 from headrace.fast_decode.ring_tile import RingAttention, RingTile
 from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.takes import has_copy_engine
 from headrace.fast_decode.tiles import ROW_STEPS, default_table, default_tiles, gemv_tile, product_shapes, ring_tile
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.split import SplitSpace

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fast_decode_cases import PLAIN, random_weights, with_narrow
-from headrace.fast_decode import forward, products, rounded_tile, tiles
+from headrace.fast_decode import forward, products, rounded_tile, takes, tiles
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.attention_reference import HeadShape
 from headrace.fast_decode.embed_residual import embed_residual
@@ -162,7 +162,7 @@ def test_a_table_s_rounded_tiles_are_for_what_they_suit(form: str, capability: i
     monkeypatch.setattr(rounded_tile, "capability", lambda device: (capability, 0))
     config = replace(PLAIN, hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=2, head_dim=64)
     weights = with_narrow(random_weights(config, dtype=BF16), [(form,) * 4] * 2)
-    usual = tiles.default_table(config, copy_engine=False, kinds=forward.usual_kinds(weights), rounded=False)
+    usual = tiles.default_table(config, copy_engine=False, kinds=takes.usual_kinds(weights), rounded=False)
     four = dict.fromkeys(tiles.PRODUCTS[:-1], RoundedTile(64, 1, 3))
     table = {rows: replace(step, **four) if rows > 1 else step for rows, step in usual.items()}
     step = forward.FastDecode(config, weights, 32, torch.device("cpu"), table)

@@ -13,8 +13,9 @@ from adapters import ALL, merged, write_adapter
 from fast_decode_cases import CONFIGS, decode_batch, random_weights
 from headrace.attention.torch_backend import TorchAttention
 from headrace.config import EngineConfig
+from headrace.fast_decode.decoder import FastDecoder
 from headrace.fast_decode.epilogues import runs_triton
-from headrace.fast_decode.forward import FastDecode, FastDecoder
+from headrace.fast_decode.forward import FastDecode
 from headrace.kernels.lora import new_pair
 from headrace.kernels.lora_product import shrink_few
 from headrace.lora import pool as lora_pool

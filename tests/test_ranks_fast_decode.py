@@ -19,8 +19,9 @@ from headrace.attention.torch_backend import TorchAttention
 from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.fast_decode.attention import AttentionTile
+from headrace.fast_decode.decoder import FastDecoder
 from headrace.fast_decode.epilogues import rms_factor_reference
-from headrace.fast_decode.forward import FastDecode, FastDecoder
+from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import send
 from headrace.fast_decode.tiles import StepTiles

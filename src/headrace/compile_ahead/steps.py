@@ -20,7 +20,9 @@ from headrace.cache import fp8
 from headrace.cache.state_pool import StatePool
 from headrace.compile_ahead.played_ranks import PlayedGroup
 from headrace.compile_ahead.weights import META
-from headrace.fast_decode.forward import FastDecode, FastDecoder, most_rows, usual_kinds
+from headrace.fast_decode.decoder import FastDecoder
+from headrace.fast_decode.forward import FastDecode
+from headrace.fast_decode.takes import most_rows, usual_kinds
 from headrace.fast_decode.tiles import load_tiles
 from headrace.kernels import tables
 from headrace.kernels.attention_decode import max_tokens

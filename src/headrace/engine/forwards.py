@@ -133,7 +133,9 @@ def make_decoder(
     plain = partial(Decoder, model, weights, attention, max_model_len=limits.max_model_len, group=group, make=make)
     if device.type != "cuda" or config.enforce_eager:
         return plain()
-    from headrace.fast_decode.forward import FastDecode, FastDecoder, most_rows, usual_kinds
+    from headrace.fast_decode.decoder import FastDecoder
+    from headrace.fast_decode.forward import FastDecode
+    from headrace.fast_decode.takes import most_rows, usual_kinds
     from headrace.fast_decode.tiles import load_tiles
 
     if not FastDecode.supports(model, dtype, alone=group is None):

@@ -12,7 +12,6 @@ so a step can be captured in a CUDA graph. Other steps run through `Decoder`.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.fast_decode import rounded_tile
 from headrace.fast_decode.adapters import Adds, adapted_glu, low_rank
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.attention_reference import HeadShape
@@ -36,8 +34,8 @@ from headrace.fast_decode.ranks import RankParts
 from headrace.fast_decode.ring_tile import RingAttention, ring_attention_suits, runs
 from headrace.fast_decode.rounded_tile import PAIR_ROWS
 from headrace.fast_decode.skinny_gemm import row_block
+from headrace.fast_decode.takes import hands_on_fp8, has_copy_engine, kinds_of, usual_kinds
 from headrace.fast_decode.tiles import (
-    Kinds,
     StepTiles,
     TileTable,
     default_table,
@@ -50,67 +48,21 @@ from headrace.fast_decode.tiles import (
 from headrace.fast_decode.warp_gemm import suits
 from headrace.kernels.activation import gate_rows_triton
 from headrace.kernels.attention_decode import SplitTile, split_attention
-from headrace.kernels.launch import capability
-from headrace.kernels.narrow_linear import few_rows, is_scaled
+from headrace.kernels.narrow_linear import few_rows
 from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.kernels.split import SplitSpace, num_slots
-from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
-from headrace.model.decoder import Decoder, MakeLinear
 from headrace.model.decoder_weights import MATRICES, DecoderWeights, LayerWeights
 from headrace.model.delta_net import join_gates
 from headrace.model.forward import HiddenStateHook
-from headrace.model.linear import Linear, make_linear
-from headrace.model.mlp import Mlp
 from headrace.model.rare import rare_parts
 from headrace.model.rope import rope_tables
 from headrace.model.shard import Group
 from headrace.model.weight import Weight
 
-MAX_ROWS = 64  # that an engine gives to this path where no table of tiles says more: see `most_rows`
-MAX_EXPERT_ROWS = 32  # of models with experts: of 64 both paths are as fast (Qwen3-30B-A3B on an H200)
-MAX_NORMED_ROWS = 32  # of models that norm what they add: of 64 cuBLAS is as fast (Gemma-2-2B on an H200)
 MAX_SPLIT_TOKENS = 4096  # of a context that one attention program may have to read alone
 MAX_SPLITS = 32  # unless the context is longer than that many times MAX_SPLIT_TOKENS
-
-
-def most_rows(config: ModelConfig, tiles: TileTable | None = None, weights: DecoderWeights | None = None) -> int:
-    """That an engine gives to this path, which may have a table of tiles; `weights` of a model on one card: where all are
-    multiplied as FP8 by FP8 from fewer rows on elsewhere, and here activations are not rounded, that is faster."""
-    if config.experts is not None:
-        return MAX_EXPERT_ROWS if tiles is None else min(max(tiles), MAX_EXPERT_ROWS)
-    most = max(tiles) if tiles is not None else MAX_ROWS if config.norm_place == "pre" else MAX_NORMED_ROWS
-    if weights is None or config.delta is not None or hands_on_fp8(config, weights):
-        return most
-    matrices = [getattr(layer, name) for layer in weights.layers for name in MATRICES]
-    return min(most, few_rows(matrices[0].data.device)) if all(map(is_scaled, matrices)) else most
-
-
-def hands_on_fp8(config: ModelConfig, weights: DecoderWeights) -> bool:
-    """Whether activations between the products of a model on one card may be FP8: see rounded_tile.py."""
-    plain = config.norm_place == "pre" and set(rare_parts(config)) <= {"attention sinks"} and not config.attn_gate
-    matrices = [getattr(layer, name) for layer in weights.layers for name in MATRICES]
-    dtype, device = weights.embedding.dtype, weights.embedding.device
-    return plain and config.head_dim in (64, 128) and rounded_tile.suit(matrices, dtype, device)
-
-
-def has_copy_engine(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products may run as WideTile: for matrices whose rows are multiples of 16 bytes, on Hopper and on the data centre
-    cards after it (the others after it have half the shared memory)."""
-    state = config.hidden_size if config.delta is None else config.delta.v_size
-    widths = (config.hidden_size, config.q_size, config.intermediate_size, state)
-    return capability(device)[0] in (9, 10) and dtype.itemsize == 2 and all(width % 8 == 0 for width in widths)
-
-
-def kinds_of(weights: DecoderWeights) -> list[Kinds]:
-    """Of each layer's matrices, and of the head."""
-    return [(*(getattr(layer, name).kind for name in MATRICES), weights.lm_head.kind) for layer in weights.layers]
-
-
-def usual_kinds(weights: DecoderWeights) -> Kinds:
-    """Those of most layers, for which there may be a table of tiles."""
-    return Counter(kinds_of(weights)).most_common(1)[0][0]
 
 
 class Chunks(NamedTuple):
@@ -129,9 +81,8 @@ class FastDecode:
     """Runs decode steps of up to `max_rows` sequences (256; 64 without a copy engine) of a model that `supports` accepts.
 
     `tiles`: a table (see tiles.py) for the kinds of weights that most layers have; None, and for other layers: the defaults.
-    Workspaces are sized for the tables' tiles and
-    `max_model_len` tokens a sequence. With a `group`, `config` and `weights` are the part of one of its ranks, and logits those
-    of its part of the vocabulary.
+    Workspaces are sized for the tables' tiles and `max_model_len` tokens a sequence. With a `group`, `config` and `weights` are
+    the part of one of its ranks, and logits those of its part of the vocabulary.
     """
 
     def __init__(
@@ -473,34 +424,3 @@ class FastDecode:
         )  # fmt: skip
         if config.attn_gate:
             gate_rows_triton(self.attended[:rows], qkv[:, width:])
-
-
-class FastDecoder(Decoder):
-    """The decoder, with decode steps of few rows on the fused path."""
-
-    def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, attention: AttentionBackend, fast: FastDecode, *,
-        max_model_len: int | None = None, decode_rows: int = 0, group: Group | None = None, make: MakeLinear = make_linear,
-    ):  # fmt: skip
-        super().__init__(
-            config, weights, attention, max_model_len=max_model_len, decode_rows=decode_rows, make=make, group=group
-        )  # fmt: skip
-        self.fast = fast
-
-    def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        adapters = self.adapters if batch.adapted else None
-        if batch.num_rows > self.fast.max_rows or (adapters is not None and not self.fast.takes_adapters(batch.num_rows)):
-            return super().decode(batch, kv)
-        if adapters is not None:
-            adapters.begin(batch, None, fused=runs_triton(batch.token_ids))
-        return self.masked(self.fast.forward(batch, kv, self.hidden_state_hook, adapters))
-
-    def _add(self, part: Linear | Mlp, x: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None, reader: Any):
-        """As Decoder; where few rows of several ranks are added up, in the kernel that does so."""
-        ranks = self.fast.ranks
-        if ranks is None or post is not None or following is None or not ranks.adds_up(len(x)):
-            return super()._add(part, x, residual, post, following, reader)
-        return ranks.add_norm(part.product(x), residual, following, self.config.residual_scale)
-
-    def workspace_bytes(self, max_num_seqs: int) -> int:
-        return super().workspace_bytes(max_num_seqs) + self.fast.num_bytes
