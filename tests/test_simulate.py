@@ -403,7 +403,7 @@ def test_mixes_draw_about_as_many_requests_as_asked_and_the_same_for_a_seed():
         asks = mix.draw("3", 3000)
         assert sum(1 + len(ask.turns) for ask in asks) == pytest.approx(3000, rel=0.1)
         assert asks == mix.draw("3", 3000) != mix.draw("4", 3000)
-    assert Quantiles((0.0, 1.0), (0, 10)).draw(np.random.default_rng(0), 100) != []
+    assert set(Quantiles((0.0, 1.0), (1, 10)).draw(np.random.default_rng(0), 1000)) == set(range(1, 11))
 
 
 def test_a_day_has_its_peak_at_noon():
