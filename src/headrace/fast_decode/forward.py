@@ -238,26 +238,13 @@ class FastDecode:
         if rows != batch.num_seqs or rows > self.max_rows:
             allowed = f"1 to {self.max_rows}, one each"
             raise ValueError(f"FastDecode got {rows} rows of {batch.num_seqs} sequences, allowed: {allowed}")
-        config, weights, tiles = self.config, self.weights, self.tiles_for(rows)
-        if batch.related:  # a row of the one kernel would read what another one is about to write
-            tiles = with_attention_in_two(tiles)
-        elif tiles.few_attention is not None and max(batch.context_lens) <= tiles.few_attention.few:
-            tiles = replace(tiles, attention=tiles.few_attention)
-        elif kv.scales[0][0] is not None:
-            tiles = with_fp8_cache(tiles, config, rows)
-        elif tiles.ring_attention is not None and self.rings and kv.k[0].shape[1] == tiles.ring_attention.block_n:
-            tiles = with_ring_attention(tiles)
+        config, weights, tiles = self.config, self.weights, self._tiles_of(batch, kv)
         total, normed, inner = self.residual[:rows], self.normed[:rows], self.inner[:rows]
         of_head, layers = normed, weights.layers[: self.depth]
         steps = self._layer_steps(rows, isinstance(tiles.attention, SplitTile))
         attended, chunks = self.attended[:rows], NO_CHUNKS
         if adapters is None and layers and self._takes_rounded(steps[0], tiles.attention):
-            widths, apart = (config.hidden_size, config.q_size, config.intermediate_size), (2,) if rows <= PAIR_ROWS else ()
-            normed, attended, inner = (
-                buffer[: width * math.prod((*apart, rows))].view(*apart, rows, width)
-                for buffer, width in zip(self.rounded, widths, strict=True)
-            )
-            chunks = self._chunks(steps[0])
+            (normed, attended, inner), chunks = self._codes(rows), self._chunks(steps[0])
         context, attention = max(batch.context_lens), tiles.attention
         splits = self._num_splits(tiles, rows, context)
         if tiles.short_attention is not None and context <= tiles.short_attention.block_n:
@@ -320,10 +307,32 @@ class FastDecode:
             scale=config.logit_scale, softcap=config.logit_softcap,
         )[0]  # fmt: skip
 
+    def _tiles_of(self, batch: ForwardBatch, kv: KVCache) -> StepTiles:
+        """Those of the batch's rows, with the attention that its contexts and the cache want."""
+        tiles = self.tiles_for(batch.num_rows)
+        if batch.related:  # a row of the one kernel would read what another one is about to write
+            return with_attention_in_two(tiles)
+        if tiles.few_attention is not None and max(batch.context_lens) <= tiles.few_attention.few:
+            return replace(tiles, attention=tiles.few_attention)
+        if kv.scales[0][0] is not None:
+            return with_fp8_cache(tiles, self.config, batch.num_rows)
+        if tiles.ring_attention is not None and self.rings and kv.k[0].shape[1] == tiles.ring_attention.block_n:
+            return with_ring_attention(tiles)
+        return tiles
+
     def _takes_rounded(self, step: StepTiles, attention: AttentionTile | SplitTile | RingAttention) -> bool:
         """Whether the products of these tiles, and the kernels between them, hand on activations in FP8."""
         one_kernel = isinstance(attention, RingAttention) or (isinstance(attention, AttentionTile) and not attention.few)
         return self.rounds and one_kernel and all(isinstance(getattr(step, name), RoundedTile) for name in MATRICES)
+
+    def _codes(self, rows: int) -> list[Tensor]:
+        """Where activations in FP8 lie: of norms, of attention and inside the MLP, [rows, width] each, of pairs [2, rows, width]."""
+        config, apart = self.config, (2,) if rows <= PAIR_ROWS else ()
+        widths = (config.hidden_size, config.q_size, config.intermediate_size)
+        return [
+            buffer[: width * math.prod((*apart, rows))].view(*apart, rows, width)
+            for buffer, width in zip(self.rounded, widths, strict=True)
+        ]
 
     def _chunks(self, step: StepTiles) -> Chunks:
         normed, attended, inner = self.sizes
