@@ -326,7 +326,7 @@ class FastDecode:
         return self.rounds and one_kernel and all(isinstance(getattr(step, name), RoundedTile) for name in MATRICES)
 
     def _codes(self, rows: int) -> list[Tensor]:
-        """Where activations in FP8 lie: of norms, of attention and inside the MLP, [rows, width] each, of pairs [2, rows, width]."""
+        """Where activations in FP8 lie, [rows, width] or of pairs [2, rows, width]: normed, attended, inside the MLP."""
         config, apart = self.config, (2,) if rows <= PAIR_ROWS else ()
         widths = (config.hidden_size, config.q_size, config.intermediate_size)
         return [
