@@ -36,7 +36,7 @@ BASES: dict[str, dict[str, Any]] = {
 values = st.sampled_from([
     None, True, 0, -1, 1, 2, 3, 16, 33, 2**24, 2**40, 10**400, 0.5, -0.5, 1e-300, 1e300, float("nan"), float("inf"), "", "x", [], [0],
     ["x"], [None], {}, {"a": 1}, {"rope_type": "yarn"}, {"rope_type": [0]},
-])  # fmt: skip
+]).map(copy.deepcopy)  # fmt: skip  # a second change may be inside of the first one's
 
 
 def changed(data, config: dict[str, Any]) -> None:
