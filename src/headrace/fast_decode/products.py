@@ -54,9 +54,8 @@ from headrace.model.weight import Weight
 
 Tile = GemvTile | GemmTile | RingTile | WideTile | WarpTile | RoundedTile
 MAX_ROWS: dict[type, int] = {
-    GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS, WarpTile: warp_gemm.MAX_ROWS,
-    RingTile: ring_tile.MAX_ROWS,
-    RoundedTile: rounded_tile.MAX_ROWS,
+    GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, RingTile: ring_tile.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS,
+    WarpTile: warp_gemm.MAX_ROWS, RoundedTile: rounded_tile.MAX_ROWS,
 }  # fmt: skip
 
 
@@ -73,9 +72,8 @@ def _rounded_plan(*arguments: Any, **more: Any) -> Plan:
 
 
 PLAN: dict[type, Callable[..., Plan]] = {
-    GemvTile: gemv.plan, GemmTile: skinny_gemm.plan, WideTile: wide_gemm.plan, WarpTile: warp_gemm.plan,
-    RingTile: _ring_plan,
-    RoundedTile: _rounded_plan,
+    GemvTile: gemv.plan, GemmTile: skinny_gemm.plan, RingTile: _ring_plan, WideTile: wide_gemm.plan,
+    WarpTile: warp_gemm.plan, RoundedTile: _rounded_plan,
 }  # fmt: skip
 NARROW_PLAN: Callable[..., Plan] = narrow_gemm.plan
 

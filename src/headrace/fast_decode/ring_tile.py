@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.skinny_gemm import AllRows, GemmTile
 from headrace.kernels.launch import capability, next_power_of_2
 from headrace.model.config import ModelConfig
 from headrace.model.weight import Weight
@@ -18,7 +18,7 @@ WRITTEN_FOR = "3.6."  # Triton: Gluon is young
 
 
 @dataclass(frozen=True, slots=True)
-class RingTile:
+class RingTile(AllRows):
     """One program's work: block_n columns of all rows over 1 / splits of K, `stages` steps of block_k on their way, as many
     before the wait. `behind`: a step's products run while the next one's tile is waited for; their place is free a step later.
     """
@@ -37,12 +37,6 @@ class RingTile:
     def num_stages(self) -> int:
         """Of Triton's own pipeline."""
         return 1
-
-    def row_tiles(self, rows: int) -> int:
-        return 1
-
-    def partial_elements(self, rows: int, columns: int) -> int:
-        return GemmTile(self.block_n, self.block_k, self.splits, 4, 2).partial_elements(rows, columns)
 
     def otherwise(self, width: int, gated: bool) -> GemmTile:
         """What multiplies by the same parts of K where the kernel does not run, and where adapters add to the product."""

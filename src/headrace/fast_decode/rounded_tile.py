@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.fast_decode.ring_tile import is_known
-from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.skinny_gemm import AllRows, GemmTile
 from headrace.kernels.launch import capability
 from headrace.model.weight import Weight
 
@@ -19,7 +19,7 @@ STEP = 128  # columns
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedTile:
+class RoundedTile(AllRows):
     """One program's work: block_n columns of all rows over 1 / splits of K, `stages` times 128 columns of K on their way, as
     many before the wait. What it leaves is rounded in chunks of block_n columns, 64 or 128."""
 
@@ -32,12 +32,6 @@ class RoundedTile:
     def num_stages(self) -> int:
         """Of Triton's own pipeline."""
         return 1
-
-    def row_tiles(self, rows: int) -> int:
-        return 1
-
-    def partial_elements(self, rows: int, columns: int) -> int:
-        return self.otherwise().partial_elements(rows, columns)
 
     def otherwise(self) -> GemmTile:
         """What multiplies activations that are not rounded: those of steps with adapters, and of ranks."""

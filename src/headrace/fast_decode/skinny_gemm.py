@@ -25,8 +25,23 @@ MAX_ROWS = 64
 EARLY_ELEMENTS = 2048  # of a tile of the residual that is loaded before the sums
 
 
+class AllRows:
+    """Of tiles whose programs have all rows of their columns, over 1 / splits of K."""
+
+    __slots__ = ()
+    block_n: int
+    splits: int
+
+    def row_tiles(self, rows: int) -> int:
+        return 1
+
+    def partial_elements(self, rows: int, columns: int) -> int:
+        """Floats of partial sums that a residual product of this tile keeps, or of the one that stands in for it."""
+        return row_block(rows) * -(-columns // self.block_n) * self.block_n * self.splits if self.splits > 1 else 0
+
+
 @dataclass(frozen=True, slots=True)
-class GemmTile:
+class GemmTile(AllRows):
     """One program's work: block_n columns of all rows over 1 / splits of K in steps of block_k, `num_stages` steps in flight.
 
     The first `prefetch` steps' weights are loaded into shared memory before the wait for the previous kernel, and those of
@@ -40,13 +55,6 @@ class GemmTile:
     num_stages: int
     prefetch: int = 0
     touch: int = 0
-
-    def row_tiles(self, rows: int) -> int:
-        return 1
-
-    def partial_elements(self, rows: int, columns: int) -> int:
-        """Floats of partial sums that a residual product of this tile keeps."""
-        return row_block(rows) * -(-columns // self.block_n) * self.block_n * self.splits if self.splits > 1 else 0
 
 
 def row_block(rows: int) -> int:

@@ -30,6 +30,7 @@ from headrace.kernels.launch import next_power_of_2
 from headrace.kernels.narrow import packed
 from headrace.kernels.warp_products import RUN_BYTES
 from headrace.model.config import ModelConfig
+from headrace.model.decoder_weights import MATRICES
 from headrace.model.weight import Kind
 
 logger = logging.getLogger(__name__)
@@ -42,8 +43,7 @@ EARLY_ROWS = 8  # up to here the kernel behind attention may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 # as a table's file names them
 KINDS = {
-    "gemv": GemvTile, "gemm": GemmTile, "ring": RingTile, "wide": WideTile, "warp": WarpTile,
-    "rounded": RoundedTile,
+    "gemv": GemvTile, "gemm": GemmTile, "ring": RingTile, "wide": WideTile, "warp": WarpTile, "rounded": RoundedTile,
 }  # fmt: skip
 SMALL_BYTES, LARGE_BYTES = 96 * 1024, 224 * 1024  # of shared memory that a program has on every card, and on Hopper
 FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
@@ -319,9 +319,8 @@ def rounded_tiles(shapes: Mapping[str, Shape], rows: int) -> dict[str, Tile]:
     no whole tiles."""
     found: dict[str, Tile] = {}
     block_m = ring_rows(rows) * (2 if rows <= PAIR_ROWS else 1)
-    for name, shape in shapes.items():
-        if name == "lm_head":
-            continue
+    for name in MATRICES:
+        shape = shapes[name]
         if shape.columns % 128 or shape.width % 128:
             return {}
         splits = splits_to(0.7 * FILL, shape, 128, 8, 512) if shape.splittable else 1
@@ -347,7 +346,7 @@ def without_rounded(table: TileTable, instead: TileTable) -> dict[int, StepTiles
     for rows, step in table.items():
         if isinstance(step.qkv, RoundedTile):
             other = instead[min(n for n in instead if n >= rows)]
-            found[rows] = replace(step, **{name: getattr(other, name) for name in PRODUCTS if name != "lm_head"})
+            found[rows] = replace(step, **{name: getattr(other, name) for name in MATRICES})
     return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headrace.fast_decode.epilogues import Plan, column_parameters, finish, sumsq_block
 from headrace.fast_decode.gemv import GemvTile
-from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.skinny_gemm import AllRows, GemmTile
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, tl, touch
 from headrace.kernels.narrow import arguments, assembly, packed
 from headrace.kernels.warp_products import RUN_BYTES, gather, start, sums
@@ -25,7 +25,7 @@ LINE = 128  # bytes that `touch` asks for
 
 
 @dataclass(frozen=True, slots=True)
-class WarpTile:
+class WarpTile(AllRows):
     """block_n columns of the output: num_warps warps, of which warps_k share columns, over 1 / splits of K. Each has a chunk of
     runs (64 bytes of a row) in registers while it asks for the next; of `touch` lines of a row the L2 cache is told early."""
 
@@ -39,13 +39,6 @@ class WarpTile:
     @property
     def num_stages(self) -> int:
         return 1
-
-    def row_tiles(self, rows: int) -> int:
-        return 1
-
-    def partial_elements(self, rows: int, columns: int) -> int:
-        """Floats of partial sums that a residual product of this tile keeps, or of the one that stands in for it."""
-        return GemmTile(self.block_n, 128, self.splits, 4, 3).partial_elements(rows, columns)
 
     def otherwise(self, rows: int, per_byte: int, gated: bool) -> GemvTile | GemmTile:
         """A tile of as many columns and splits for weights that `takes` refuses."""

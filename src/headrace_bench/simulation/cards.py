@@ -102,6 +102,7 @@ def roofline(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int) -> 
     experts = dtype.itemsize * limits.parameters.experts / ranks
     weights = limits.weight_bytes(0) / ranks
     nearest = min(measured.shares, key=lambda size: abs(math.log(size / (weights + limits.parameters.share * experts))))
+    larger = nearest == max(measured.shares)
     return Roofline(
         weight_bytes=weights,
         expert_bytes=experts,
@@ -113,8 +114,8 @@ def roofline(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int) -> 
         bandwidth=machine.bandwidth,
         flops=machine.flops,
         shares=measured.shares[nearest],
-        prompt_shares=measured.prompt_shares if nearest == max(measured.shares) else (),
-        cache_share=measured.cache_share if nearest == max(measured.shares) else None,
+        prompt_shares=measured.prompt_shares if larger else (),
+        cache_share=measured.cache_share if larger else None,
         host=HOST,
         prompt_hosts=((captured_tokens(model), PROMPT_HOST), (math.inf, LAYER_HOST * model.num_layers)),
         reduces=2 * model.num_layers if ranks > 1 else 0,
