@@ -43,6 +43,45 @@ def ask(w_tiles, w_ring, full, i, n0, N, k, STAGES: gl.constexpr, PARTS: gl.cons
         tma.async_copy_global_to_shared(w_tiles, [n0 + part * N, k], full.index(stage), w_ring.index(stage * PARTS + part))
 
 
+@gluon.jit
+def column_parameters(
+    norm_ptr, bias_ptr, rn, N, norm_offset, split, of_columns: gl.constexpr, BLOCK_N: gl.constexpr, MODE: gl.constexpr,
+    HAS_BIAS: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """As that of epilogues.py."""
+    norm = gl.full([BLOCK_N], 0.0, gl.float32, of_columns)
+    if MODE == "residual":
+        norm = gl.load(norm_ptr + rn, mask=rn < N, other=0.0).to(gl.float32) + norm_offset
+    bias = gl.full([BLOCK_N], 0.0, gl.float32, of_columns)
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + rn, mask=rn < N, other=0.0).to(gl.float32)
+        if MODE == "project" and SPLITS > 1:
+            bias = gl.where(split == 0, bias, 0.0)
+    return norm, bias
+
+
+@gluon.jit
+def leave_part(y, slab, split, ticket, SIZE: gl.constexpr, SPLITS: gl.constexpr):
+    """A split's sums are left to the last split of the tile, as by epilogues.finish; whether this is it."""
+    last = True
+    if SPLITS > 1:
+        gl.store(slab + split * SIZE, y)
+        gl.thread_barrier()  # all threads' stores before the one thread's release
+        last = gl.atomic_add(ticket, 1, sem="acq_rel") == SPLITS - 1
+    return last
+
+
+@gluon.jit
+def sum_parts(y, slab, ticket, SIZE: gl.constexpr, SPLITS: gl.constexpr):
+    """What all splits left, in their order, for the last one."""
+    if SPLITS > 1:
+        y = gl.load(slab, cache_modifier=".cg")
+        for s in gl.static_range(1, SPLITS):
+            y += gl.load(slab + s * SIZE, cache_modifier=".cg")
+        gl.store(ticket, 0)
+    return y
+
+
 @gluon.jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])  # or multiples of 16 would be variants
 def _ring_kernel(
     x_tiles, w_tiles, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
@@ -75,14 +114,9 @@ def _ring_kernel(
     # parameters of columns are weights, so before the wait
     rn = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, flat))
     rm = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, flat))
-    norm = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, flat))
-    if MODE == "residual":
-        norm = gl.load(norm_ptr + rn, mask=rn < N, other=0.0).to(gl.float32) + norm_offset
-    bias = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, flat))
-    if HAS_BIAS:
-        bias = gl.load(bias_ptr + rn, mask=rn < N, other=0.0).to(gl.float32)
-        if MODE == "project" and SPLITS > 1:
-            bias = gl.where(split == 0, bias, 0.0)
+    norm, bias = column_parameters(
+        norm_ptr, bias_ptr, rn, N, norm_offset, split, gl.SliceLayout(1, flat), BLOCK_N, MODE, HAS_BIAS, SPLITS
+    )  # fmt: skip
     place = rm[None, :] * N + rn[:, None]
     ok = (rm < M)[None, :] & (rn < N)[:, None]
     if PDL:
@@ -136,19 +170,10 @@ def _ring_kernel(
             y = soft_cap(y, softcap)
         gl.store(out_ptr + split * M * N + place, y.to(out_ptr.dtype.element_ty), mask=ok)
     else:
-        last = True
-        if SPLITS > 1:  # as epilogues.finish
-            SIZE: gl.constexpr = BLOCK_N * BLOCK_M
-            slab = partials_ptr + tile * (SPLITS * SIZE) + rm[None, :] * BLOCK_N + (rn - n0)[:, None]
-            gl.store(slab + split * SIZE, y)
-            gl.thread_barrier()  # all threads' stores before the one thread's release
-            last = gl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
-        if last:
-            if SPLITS > 1:
-                y = gl.load(slab, cache_modifier=".cg")
-                for s in gl.static_range(1, SPLITS):
-                    y += gl.load(slab + s * SIZE, cache_modifier=".cg")
-                gl.store(tickets_ptr + tile, 0)
+        SIZE: gl.constexpr = BLOCK_N * BLOCK_M
+        slab = partials_ptr + tile * (SPLITS * SIZE) + rm[None, :] * BLOCK_N + (rn - n0)[:, None]
+        if leave_part(y, slab, split, tickets_ptr + tile, SIZE, SPLITS):
+            y = sum_parts(y, slab, tickets_ptr + tile, SIZE, SPLITS)
             r = before + scale * (y + bias[:, None])
             gl.store(residual_ptr + place, r, mask=ok)
             gl.store(out_ptr + place, (r * norm[:, None]).to(out_ptr.dtype.element_ty), mask=ok)

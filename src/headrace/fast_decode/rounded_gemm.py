@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.fast_decode.epilogues import Plan, sumsq_block
-from headrace.fast_decode.ring_gemm import ask, grid_dependency
+from headrace.fast_decode.ring_gemm import ask, column_parameters, grid_dependency, leave_part, sum_parts
 from headrace.fast_decode.ring_tile import row_block
 from headrace.fast_decode.rounded_tile import RoundedTile
 from headrace.kernels.activation import activate
@@ -71,14 +71,9 @@ def _rounded_kernel(
     up_s = s
     if MODE == "glu":
         up_s = gl.load(scales_ptr + (gl.minimum(rn, N - 1) + N) // SCALE_ROWS).to(gl.float32)
-    norm = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, flat))
-    if MODE == "residual":
-        norm = gl.load(norm_ptr + rn, mask=rn < N, other=0.0).to(gl.float32) + norm_offset
-    bias = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, flat))
-    if HAS_BIAS:
-        bias = gl.load(bias_ptr + rn, mask=rn < N, other=0.0).to(gl.float32)
-        if MODE == "project" and SPLITS > 1:
-            bias = gl.where(split == 0, bias, 0.0)
+    norm, bias = column_parameters(
+        norm_ptr, bias_ptr, rn, N, norm_offset, split, gl.SliceLayout(1, flat), BLOCK_N, MODE, HAS_BIAS, SPLITS
+    )  # fmt: skip
     place = rm[None, :] * N + rn[:, None]
     ok = (rm < M)[None, :] & (rn < N)[:, None]
     if PDL:
@@ -151,21 +146,11 @@ def _rounded_kernel(
         y = (y + bias[:, None]) * scale
         gl.store(out_ptr + split * M * N + place, y.to(out_ptr.dtype.element_ty), mask=ok)
     else:
-        last = True
-        if SPLITS > 1:
-            SIZE: gl.constexpr = BLOCK_N * BLOCK_M
-            inner = rm[None, :] * BLOCK_N + (rn - n0)[:, None]
-            slab = partials_ptr + tile * (SPLITS * SIZE) + inner
-            gl.store(slab + split * SIZE, y)
-            gl.thread_barrier()  # all threads' stores before the one thread's release
-            last = gl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
-        if last:
+        SIZE: gl.constexpr = BLOCK_N * BLOCK_M
+        slab = partials_ptr + tile * (SPLITS * SIZE) + rm[None, :] * BLOCK_N + (rn - n0)[:, None]
+        if leave_part(y, slab, split, tickets_ptr + tile, SIZE, SPLITS):
             before = gl.load(residual_ptr + place, mask=ok, other=0.0)
-            if SPLITS > 1:
-                y = gl.load(slab, cache_modifier=".cg")
-                for p in gl.static_range(1, SPLITS):
-                    y += gl.load(slab + p * SIZE, cache_modifier=".cg")
-                gl.store(tickets_ptr + tile, 0)
+            y = sum_parts(y, slab, tickets_ptr + tile, SIZE, SPLITS)
             r = before + scale * (y + bias[:, None])
             gl.store(residual_ptr + place, r, mask=ok)
             put(out_ptr + place, r * norm[:, None], ok, out_sizes, rm < M, M * N, 0, PAIR)
