@@ -35,7 +35,7 @@ from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.kernels import experts_triton, prepare, prompt_rows, tables
 from headrace.kernels.activation import act_mul_triton
-from headrace.kernels.all_reduce import PushSpace, all_reduce, all_reduce_norm, slots_shape
+from headrace.kernels.all_reduce import PushSpace, RowPlace, all_reduce, all_reduce_norm, row_sum, row_sum_tiles, slots_shape
 from headrace.kernels.attention_decode import split_attention
 from headrace.kernels.attention_prefill import VarlenTile, varlen_attention
 from headrace.kernels.delta_layer import DeltaLayer
@@ -272,6 +272,8 @@ def push(size: int, hidden: int) -> Callable[[], None]:
         for slabs in (1, 2):
             part = meta(slabs, 32, hidden, dtype=torch.float32)
             all_reduce_norm(part, space, f32, meta(32, hidden), meta(hidden), residual=f32)
+            sumsq = meta(32, row_sum_tiles(hidden), dtype=torch.float32)
+            row_sum(RowPlace(space, 1), f32, meta(32, hidden), sumsq, meta(hidden), parts=part)
         for post in (None, meta(hidden)):
             all_reduce_norm(meta(1, 32, hidden), space, meta(32, hidden), meta(32, hidden), meta(hidden), residual=meta(32, hidden),
                             post=post)  # fmt: skip

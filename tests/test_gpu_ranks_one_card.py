@@ -1,4 +1,4 @@
-"""The fused step of one row of one of two ranks on one card: both as two streams, and one that hears itself.
+"""The fused step of few rows of one of two ranks on one card: both as two streams, and one that hears itself.
 
 With programmatic dependent launch, programs of later kernels stand on the card and wait. They hold up none of their own stream:
 a kernel is launched when all programs of the one before have started. But those of another rank on the same card, for whose
@@ -21,6 +21,8 @@ from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode.attention import AttentionTile
 from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.gemv import GemvTile
+from headrace.fast_decode.ring_tile import RingAttention, RingTile
+from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.tiles import StepTiles
 from headrace.kernels import launch
 from headrace.kernels.all_reduce import PushSpace
@@ -37,7 +39,8 @@ CONFIG = replace(
     PLAIN, hidden_size=512, intermediate_size=512, num_layers=3, num_heads=8, num_kv_heads=4, head_dim=64, vocab_size=512,
     rope=RopeConfig(1e4, 64), attn_scale=0.125, max_position=512, qk_norm="head",
 )  # fmt: skip
-CONTEXT = 150
+CONTEXTS = [150, 3, 64, 1, 100, 65, 20, 140]
+FORMS = {"registers": 1, "shared": 1, "rings": 8, "rings, fewer rows": 5, "no rings": 5}  # of products -> rows
 
 
 def half(tensor: Tensor, rank: int, dim: int = 0, parts: int = 1) -> Tensor:
@@ -64,22 +67,30 @@ class OneOfTwo(EchoGroup):
         self.shard, self._spaces = Shard(space.rank, 2), [space]
 
 
-def tiles(shared: bool) -> StepTiles:
-    attention = AttentionTile(block_n=32, num_warps=1, early=True, few=4096, at_once=shared)
+def tiles(form: str) -> StepTiles:
+    attention = AttentionTile(early=True)
+    if FORMS[form] > 1:
+        gemm = GemmTile(64, 128, 2, 4, 2)
+        ring, glu = (RingTile(64, 128, splits, 2, True) for splits in (2, 1))
+        sent = gemm if form == "no rings" else ring
+        return StepTiles(ring, sent, glu, sent, glu, attention, 32, ring_attention=RingAttention(1, 2, 32))
+    few = AttentionTile(block_n=32, num_warps=1, early=True, few=4096, at_once=form == "shared")
     tile = GemvTile(16, 256, 1, 1)
-    gate_up, down = (GemvTile(16, 128, 1, 1, shared=2) for _ in range(2)) if shared else (GemvTile(8, 256, 1, 1), tile)
-    return StepTiles(tile, tile, gate_up, down, tile, AttentionTile(early=True), 32, few_attention=attention)
+    gate_up, down = GemvTile(8, 256, 1, 1), tile
+    if form == "shared":
+        gate_up, down = (GemvTile(16, 128, 1, 1, shared=2) for _ in range(2))
+    return StepTiles(tile, tile, gate_up, down, tile, attention, 32, few_attention=few)
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @torch.inference_mode()
-def test_two_ranks_give_the_logits_of_one(shared: bool, monkeypatch) -> None:
+def test_two_ranks_give_the_logits_of_one(form: str, monkeypatch) -> None:
     monkeypatch.setattr(launch, "capability", lambda device: (8, 0))  # no programmatic dependent launch
-    card = torch.device("cuda", 0)
+    card, rows = torch.device("cuda", 0), FORMS[form]
     weights = random_weights(CONFIG, dtype=BF16)
-    batch, kv = (moved(what, card) for what in decode_batch(CONFIG, [CONTEXT], 64, BF16))
+    batch, kv = (moved(what, card) for what in decode_batch(CONFIG, CONTEXTS[:rows], 64, BF16))
     whole = moved(weights, card)
-    spaces = push_spaces(2, 1, CONFIG.hidden_size, BF16, "cuda")
+    spaces = push_spaces(2, rows, CONFIG.hidden_size, BF16, "cuda")
     kept, graphs, outs = [], [], []  # graphs have addresses of what is kept
     for space in spaces:
         part = Shard(space.rank, 2).config(CONFIG)
@@ -88,11 +99,10 @@ def test_two_ranks_give_the_logits_of_one(shared: bool, monkeypatch) -> None:
             mine.copy_(half(all_heads, space.rank, 2))
 
         def fast(group: EchoGroup, part: ModelConfig = part, rank: int = space.rank) -> FastDecode:
-            table = {1: tiles(shared)}
-            return FastDecode(part, of_rank(whole, CONFIG, rank), 1, card, table, max_model_len=512, group=group)
+            table = {rows: tiles(form)}
+            return FastDecode(part, of_rank(whole, CONFIG, rank), rows, card, table, max_model_len=512, group=group)
 
-
-        fast(EchoGroup(2, 1, CONFIG.hidden_size, BF16, card)).forward(batch, own)  # kernels are compiled and loaded
+        fast(EchoGroup(2, rows, CONFIG.hidden_size, BF16, card)).forward(batch, own)  # kernels are compiled and loaded
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         step = fast(OneOfTwo(space))
         kept.append((step, own))
@@ -102,7 +112,7 @@ def test_two_ranks_give_the_logits_of_one(shared: bool, monkeypatch) -> None:
             outs.append(step.forward(batch, own))
             graph.capture_end()
         graphs.append((graph, stream))
-    expected = FastDecode(CONFIG, whole, 1, card, max_model_len=512).forward(batch, kv).clone()
+    expected = FastDecode(CONFIG, whole, rows, card, max_model_len=512).forward(batch, kv).clone()
     first: Tensor | None = None
     for _ in range(20):
         ends = [torch.cuda.Event() for _ in graphs]
@@ -129,15 +139,15 @@ class Doubled(EchoGroup):
         return 2 * part
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @torch.inference_mode()
-def test_a_rank_that_hears_itself(shared: bool) -> None:
-    card, cpu, part = torch.device("cuda", 0), torch.device("cpu"), Shard(0, 2).config(CONFIG)
+def test_a_rank_that_hears_itself(form: str) -> None:
+    rows, card, cpu, part = FORMS[form], torch.device("cuda", 0), torch.device("cpu"), Shard(0, 2).config(CONFIG)
     weights = of_rank(random_weights(CONFIG, dtype=BF16), CONFIG, 0)
-    batch, kv = decode_batch(part, [CONTEXT], 64, BF16)
+    batch, kv = decode_batch(part, CONTEXTS[:rows], 64, BF16)
     batch.token_ids.remainder_(part.vocab_size // 2)  # the rank's
-    group, table = EchoGroup(2, 1, CONFIG.hidden_size, BF16, card), {1: tiles(shared)}
-    step = FastDecode(part, moved(weights, card), 1, card, table, max_model_len=512, group=group)
+    group, table = EchoGroup(2, rows, CONFIG.hidden_size, BF16, card), {rows: tiles(form)}
+    step = FastDecode(part, moved(weights, card), rows, card, table, max_model_len=512, group=group)
     on_card, own = moved(batch, card), moved(kv, card)
     first = step.forward(on_card, own).clone()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -151,7 +161,7 @@ def test_a_rank_that_hears_itself(shared: bool) -> None:
         torch.cuda.synchronize()
         assert torch.equal(out, first)
     exact = moved(weights, cpu, torch.float32)
-    plain = FastDecode(part, exact, 1, cpu, table, max_model_len=512, group=Doubled(2, 1, 8, torch.float32, cpu))
+    plain = FastDecode(part, exact, rows, cpu, table, max_model_len=512, group=Doubled(2, rows, 8, torch.float32, cpu))
     expected = plain.forward(batch, moved(kv, cpu, torch.float32))
     error = float((first.cpu() - expected).norm() / expected.norm())
     assert error < 0.03

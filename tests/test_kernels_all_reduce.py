@@ -7,8 +7,10 @@ import random
 import pytest
 import torch
 
+from echo_group import echo_space
+from headrace.fast_decode.epilogues import rms_factor_reference
 from headrace.kernels import all_reduce
-from headrace.kernels.all_reduce import RowPlace, all_reduce_norm_reference, empty_mark, ordered_sum, row_sum
+from headrace.kernels.all_reduce import RowPlace, all_reduce_norm_reference, empty_mark, ordered_sum, row_sum, row_sum_tiles
 from push_ranks import norm_of_all, push_spaces, sum_of_all
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where a card is")
@@ -96,37 +98,62 @@ def test_a_space_refuses_what_it_cannot_hold() -> None:
             sum_of_all([torch.zeros(rows, width, dtype=dtype)] * 2, spaces)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_rows_by_many_programs(dtype: torch.dtype, monkeypatch) -> None:
+    """Of parts that products have stored in slabs, and which come back to the rank as those of the others."""
+    monkeypatch.setattr(all_reduce, "ROW_COLUMNS", 32)
+    size, width = 3, 80
+    space, norm = echo_space(size, 4, width, dtype, torch.device("cpu")), torch.randn(width).to(dtype)
+    for call, rows in enumerate((3, 1, 4, 2, 4)):
+        slabs, before = torch.randn(2, rows, width), torch.randn(rows, width)
+        want_total, want = all_reduce_norm_reference(
+            [slabs.sum(0).to(dtype)] * size, torch.float32, norm, residual=before, eps=1e-6, scale=0.5
+        )
+        out, sumsq = torch.empty(rows, width, dtype=dtype), torch.empty(rows, row_sum_tiles(width))
+        row_sum(RowPlace(space, call % 2), before, out, sumsq, norm, parts=slabs, scale=0.5)
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(before, want_total, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(sumsq.sum(1), before.square().sum(1))
+        factor = rms_factor_reference(sumsq, width, 1e-6)
+        torch.testing.assert_close(out * factor, want.float(), rtol=tolerance, atol=tolerance)
+        assert (space.slots == empty_mark(space.slots.dtype)).all()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_places_are_free_when_parts_are_sent_to_them(seed: int) -> None:
     """Steps of several ranks, each of which goes on as far as those that it waits for let it, in any order: of a step's sums
-    the first is counted, and those of one row that follow have two places in turn."""
-    order, size, width = random.Random(seed), 3, 8
-    spaces = push_spaces(size, 1, width, torch.float32)
-    mark, calls = empty_mark(spaces[0].slots.dtype), [None, 0, 1, 0, 1, 0, 1] * 3
-    parts = torch.randn(len(calls), size, 1, width)
+    the first is counted, and those that follow have two places in turn; steps of one row and of two."""
+    order, size, width, most = random.Random(seed), 3, 8, 2
+    spaces = push_spaces(size, most, width, torch.float32)
+    mark, heights = empty_mark(spaces[0].slots.dtype), [order.choice((1, 2)) for _ in range(4)]
+    calls = [(phase, height) for height in heights for phase in (None, 0, 1, 0, 1, 0, 1)]
+    parts = torch.randn(len(calls), size, most, width)
     done, has_sent, apart = [0] * size, [False] * size, 0
     while min(done) < len(calls):
         rank = order.choices(range(size), [1, 4, 9])[0]
         space, call = spaces[rank], done[rank]
         if call == len(calls):
             continue
-        phase = calls[call]
-        at = (int(space.turns[0]), 0) if phase is None else (phase, 1)  # phase, row
+        phase, height = calls[call]
+        told, part = phase is not None, parts[call, rank, : calls[call][1]]
+        # phase and row
+        places = [(phase, most + row) if told else (int(space.turns[row]), row) for row in range(height)]
         if not has_sent[rank]:
-            assert all((peer.slots[at[0], rank, at[1]] == mark).all() for peer in spaces if phase is not None or peer is not space)
-            if phase is None:
-                all_reduce.all_reduce(parts[call, rank], space, half="send")
-            for peer in spaces if phase is not None else ():
-                peer.slots[phase, rank, 1] = parts[call, rank, 0].view(torch.int32)
+            for at, row in places:
+                assert all((peer.slots[at, rank, row] == mark).all() for peer in spaces if told or peer is not space)
+            if not told:
+                all_reduce.all_reduce(part, space, half="send")
+            for peer in spaces if told else ():
+                peer.slots[phase, rank, most : most + height] = part.view(torch.int32)
             has_sent[rank] = True
-        elif all((space.slots[at[0], peer, at[1]] != mark).all() for peer in range(size) if phase is not None or peer != rank):
-            if phase is None:
-                total = all_reduce.all_reduce(parts[call, rank], space, half="receive")
+        elif all((space.slots[at, peer, row] != mark).all() for peer in range(size) if told or peer != rank for at, row in places):
+            if told:
+                total, squares = torch.zeros(height, width), torch.empty(height, 1)
+                row_sum(RowPlace(space, phase), total, torch.empty(height, width), squares, torch.ones(width))
+                torch.testing.assert_close(squares[:, 0], total.square().sum(1))
             else:
-                total, squares = torch.zeros(1, width), torch.empty(1, 1)
-                row_sum(RowPlace(space, phase), total, torch.empty(1, width), squares, torch.ones(width))
-                torch.testing.assert_close(squares[0, 0], total.square().sum())
-            assert torch.equal(total, ordered_sum(parts[call]))
+                total = all_reduce.all_reduce(part, space, half="receive")
+            assert torch.equal(total, ordered_sum(parts[call, :, :height]))
             done[rank], has_sent[rank] = call + 1, False
             apart = max(apart, max(done) - min(done))
     assert apart == 1  # nobody is two sums ahead

@@ -24,6 +24,7 @@ from headrace.fast_decode.epilogues import rms_factor_reference
 from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import send
+from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.tiles import StepTiles
 from headrace.kernels.all_reduce import ROW_COLUMNS, RowPlace, all_reduce_norm_reference, empty_mark, row_sum, row_sum_tiles
 from headrace.model.checkpoint import resolve_checkpoint
@@ -103,19 +104,22 @@ def test_a_product_sends_its_own_part(shared: int) -> None:
     assert all((space.slots == empty_mark(space.slots.dtype)).all() for space in spaces)
 
 
-@pytest.mark.parametrize("shared", [0, 2])
-def test_one_row_by_its_kernels(shared: int, monkeypatch) -> None:
-    """A rank's whole step of one row, in the interpreter, its parts coming back as the other's."""
+@pytest.mark.parametrize("rows, shared", [(1, 0), (1, 2), (3, 0)])
+def test_few_rows_by_their_kernels(rows: int, shared: int, monkeypatch) -> None:
+    """A rank's whole step, in the interpreter, its parts coming back as the other's."""
     config = replace(PLAIN, hidden_size=320, intermediate_size=64, num_layers=2, qk_norm="head", head_dim=32, rope=RopeConfig(1e4, 32))
     weights, tile = random_weights(replace(config, vocab_size=48)), GemvTile(16, 32, 1, 1, shared)
     attention = AttentionTile(block_n=16, num_warps=1, early=True, few=4096, at_once=True)
     step = StepTiles(tile, tile, tile, tile, tile, few_attention=attention)
+    if rows > 1:
+        whole, split = (GemmTile(32, 32, splits, 4, 2) for splits in (1, 2))
+        step = StepTiles(split, split, whole, split, whole, AttentionTile(block_n=16))
     logits = []
     for kind in (EchoGroup, Doubled):
         monkeypatch.setattr(triton.knobs.runtime, "interpret", kind is EchoGroup)
-        batch, kv = decode_batch(replace(config, vocab_size=48), [40], 16)
-        group = kind(2, 1, config.hidden_size, torch.float32, CPU)
-        fast = FastDecode(config, weights, 1, CPU, {1: step}, max_model_len=64, group=group)
+        batch, kv = decode_batch(replace(config, vocab_size=48), [40, 3, 17][:rows], 16)
+        group = kind(2, rows, config.hidden_size, torch.float32, CPU)
+        fast = FastDecode(config, weights, rows, CPU, {rows: step}, max_model_len=64, group=group)
         logits.append(torch.stack([fast.forward(batch, kv).clone() for _ in range(2)]))
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
 

@@ -1,8 +1,8 @@
 """What joins the residual in a fused decode step where several ranks have parts of it.
 
-One kernel after the product sends this rank's part to all, adds up what comes, and adds the sum to the residual, with the next
-norm (kernels/all_reduce.py); of one row the product's own programs send what they have, and the norm is split as on one rank
-(epilogues.py). So a layer has seven kernels instead of five, and products of several rows read what is normed already.
+One kernel after the product sends this rank's part to all, adds up what comes, and adds the sum to the residual
+(kernels/all_reduce.py); the norm is split as on one rank (epilogues.py). Of one row the product's own programs send what they
+have. So a layer has seven kernels instead of five. What is looked up joins the residual normed already.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RankParts:
         self.push = group.push_space(rows, hidden, dtype)
         self.parts = torch.zeros((splits * rows, hidden), device=device)
         self.unused = torch.zeros(rows, device=device)
-        self.sumsq = torch.zeros((1, row_sum_tiles(hidden)), device=device)
+        self.sumsq = torch.zeros((rows, row_sum_tiles(hidden)), device=device)
 
     def embed(self, token_ids: Tensor, table: Tensor, total: Tensor, normed: Tensor, norm: Tensor, scale: float) -> None:
         """As `embed_residual` of all ranks' tables, which are of equal length; but `normed` is RMSNorm(total)."""
@@ -49,15 +49,20 @@ class RankParts:
         """total [M, N] float32 += scale * the sum of all ranks' (x @ weight.T + bias), in place; normed = RMSNorm(total), or
         total * the norm's weight, and then the sums of total^2 are returned. `phase`: of a step's sums 0 and 1 take turns."""
         rows, splits = len(x), num_splits(tile)
-        parts = self.parts[: splits * rows].view(splits, rows, -1)
-        if self.push is not None and isinstance(tile, GemvTile) and runs_triton(x):
-            place = RowPlace(self.push, phase)
+        place = None if self.push is None or not runs_triton(x) or rows > self.push.place_rows else RowPlace(self.push, phase)
+        parts: Tensor | None = None
+        if place is not None and isinstance(tile, GemvTile):
             send(x, weight, tile, place, bias)
-            row_sum(place, total, normed, self.sumsq, norm, offset=self.norm_offset, scale=scale)
-            return self.sumsq
-        project(x, weight, parts, tile, bias=bias)
-        self._close(parts, total, normed, norm, total, scale)
-        return None
+        else:
+            parts = self.parts[: splits * rows].view(splits, rows, -1)
+            project(x, weight, parts, tile, bias=bias)
+        if place is None:
+            assert parts is not None
+            self._close(parts, total, normed, norm, total, scale)
+            return None
+        sumsq = self.sumsq[:rows]
+        row_sum(place, total, normed, sumsq, norm, parts=parts, offset=self.norm_offset, scale=scale)
+        return sumsq
 
     def adds_up(self, rows: int) -> bool:
         """Whether `add_norm` takes so many rows: also of steps that are none of the fused path's."""

@@ -11,8 +11,9 @@ began its second call after its first one, reading and clearing, had ended. Whic
 device.
 
 The parts are added in the order of the ranks in float32 and rounded once, so every rank has the same bits, however many rows
-there are. A program sends all that it has before it waits, and there is one for a multiprocessor at most, so that all of them
-run at once. The wait ends for all threads of a program in the same round: no warp goes on alone.
+there are. A program sends all that it has before it waits, and there are no more than run at once: one for a multiprocessor,
+or two of half its registers, or many of one warp. The wait ends for all threads of a program in the same round: no warp goes on
+alone.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -31,16 +32,18 @@ from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_p
 from headrace.kernels.norm import rms_norm_reference
 
 MAX_WIDTH = 16384  # of a row: one program has it in registers
-THREADS = 512  # of a program at most, with up to 128 registers each
+THREADS = 512  # of a program at most, with up to 128 registers each, or 64 where that is enough
 LOOK_NUMBERS = 32  # that a thread asks for before it waits for the first of them
 PHASES = 2
 ROW_COLUMNS = 256  # of a program of `row_sum`: 16 bytes a thread
+PLACE_ROWS = 64  # that `row_sum` takes at most
 
 
 @dataclass(frozen=True, slots=True)
 class PushSpace:
-    """Where the parts of all ranks meet: `slots` [PHASES, size, rows + 1, width] is this rank's, and at `peers` [size] int64
-    lie everybody's, as this card sees them. `turns` [rows] int32: the phase that a row uses next. The last row is RowPlace's.
+    """Where the parts of all ranks meet: `slots` [PHASES, size, rows + place_rows, width] is this rank's, and at `peers` [size]
+    int64 lie everybody's, as this card sees them. `turns` [rows] int32: the phase that a row uses next. The last rows are
+    RowPlace's.
 
     Numbers are held as integers of their size (`wire`). One space serves calls that run in order, of narrower rows too.
     """
@@ -59,8 +62,12 @@ class PushSpace:
         return rows <= self.max_rows and width <= self.slots.shape[-1] and wire(dtype) == self.slots.dtype
 
     @property
+    def place_rows(self) -> int:
+        return self.slots.shape[2] - self.max_rows
+
+    @property
     def row_place(self) -> int:
-        """Where the last row lies in each part of `slots`."""
+        """Where the last rows lie in each part of `slots`."""
         return self.max_rows * self.slots.stride(2)
 
     def clear(self) -> None:
@@ -70,7 +77,7 @@ class PushSpace:
 
 
 class RowPlace(NamedTuple):
-    """Where the parts of one row meet whose phase is told: all ranks have had another sum since their last one of this phase.
+    """Where the parts of a few rows meet whose phase is told: all ranks have had another sum since their last of this phase.
 
     So it is free when a part is sent to it. Who sends has ended that other sum, as a kernel goes on from its wait when those
     before it have ended; for it he needed a part of the rank whose place this is; and that one sent it when its last sum of
@@ -91,7 +98,7 @@ def empty_mark(dtype: torch.dtype) -> int:
 
 
 def slots_shape(size: int, rows: int, width: int) -> tuple[int, int, int, int]:
-    return PHASES, size, rows + 1, width
+    return PHASES, size, rows + min(rows, PLACE_ROWS), width
 
 
 @jit
@@ -198,12 +205,14 @@ def _launch(
         return
     block = max(32, next_power_of_2(width))  # every thread waits for something of its own
     num_warps = min(THREADS // 32, max(1, block // 256))  # 16 bytes a thread, more of the widest rows
-    _push_sum_kernel[(min(rows, num_multiprocessors(x.device)),)](
+    pairs = space.size == 2 and block <= 256 * num_warps  # two programs have room on a multiprocessor
+    _push_sum_kernel[(min(rows, (2 if pairs else 1) * num_multiprocessors(x.device)),)](
         x, space.slots, space.peers, space.turns, residual, post, norm, total, out,
         rows, x.stride(1), x.stride(0), space.slots.stride(1), space.slots.stride(2), space.rank, eps, offset, scale,
         WIDTH=width, BLOCK=block, SIZE=space.size, AHEAD=min(space.size, max(1, LOOK_NUMBERS * 32 * num_warps // block)),
         SLABS=slabs, EMPTY=empty_mark(space.slots.dtype), RESIDUAL=residual is not None, POST=post is not None,
-        NORM=norm is not None, SEND=half != "receive", RECEIVE=half != "send", num_warps=num_warps, **pdl(x),
+        NORM=norm is not None, SEND=half != "receive", RECEIVE=half != "send", num_warps=num_warps,
+        maxnreg=64 if pairs else None, **pdl(x),
     )  # fmt: skip
 
 
@@ -236,54 +245,74 @@ def all_reduce_norm(
 
 @jit(do_not_specialize=["rank"])
 def _row_sum_kernel(
-    slots_ptr, residual_ptr, norm_ptr, out_ptr, sumsq_ptr, rank_stride, row_place, rank, offset, scale,
-    PHASE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, EMPTY: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, slots_ptr, peers_ptr, residual_ptr, norm_ptr, out_ptr, sumsq_ptr, slab_stride, rank_stride, row_stride, row_place,
+    rank, offset, scale,
+    PHASE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, SLABS: tl.constexpr, EMPTY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
+    row = tl.program_id(1)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = c < WIDTH
     KIND: tl.constexpr = out_ptr.dtype.element_ty
+    WIRE: tl.constexpr = slots_ptr.dtype.element_ty
     norm = tl.load(norm_ptr + c, mask=ok, other=0.0).to(tl.float32) + offset
+    place = PHASE * SIZE * rank_stride + row_place + row * row_stride + c
+    slots = slots_ptr + place
+    peers = ()
+    if SLABS > 0:
+        for step in tl.static_range(1, SIZE):
+            peers = peers + (tl.load(peers_ptr + (rank + step) % SIZE),)
     if PDL:
         gdc_wait()
-    slots = slots_ptr + PHASE * SIZE * rank_stride + row_place + c
+    if SLABS > 0:
+        own = _own(x_ptr, row, WIDTH, slab_stride, c, ok, SLABS, KIND, WIRE, EMPTY)
+        for step in tl.static_range(SIZE - 1):
+            theirs = tl.multiple_of(peers[step].to(slots_ptr.dtype), 16)
+            tl.store(theirs + rank * rank_stride + place, own, mask=ok)
     looks = ()
     for r in tl.static_range(SIZE):
         looks = looks + (tl.load(slots + r * rank_stride, mask=ok, other=0, volatile=True),)
-    before = tl.load(residual_ptr + c, mask=ok, other=0.0)
+    before = tl.load(residual_ptr + row * WIDTH + c, mask=ok, other=0.0)
     total = tl.zeros([BLOCK], tl.float32)
     for r in tl.static_range(SIZE):
         part = looks[r]
         if r != rank:  # this one's was sent by the kernel before, which is done
             part = _wait(slots + r * rank_stride, part, ok, EMPTY)
-        tl.store(slots + r * rank_stride, tl.full([BLOCK], EMPTY, slots_ptr.dtype.element_ty), mask=ok)
+        elif SLABS > 0:
+            part = own
+        tl.store(slots + r * rank_stride, tl.full([BLOCK], EMPTY, WIRE), mask=ok)
         total += part.to(KIND, bitcast=True).to(tl.float32)
     total = before + scale * total
-    tl.store(residual_ptr + c, total, mask=ok)
-    tl.store(out_ptr + c, (total * norm).to(KIND), mask=ok)
-    tl.store(sumsq_ptr + tl.program_id(0), tl.sum(total * total, 0))
+    tl.store(residual_ptr + row * WIDTH + c, total, mask=ok)
+    tl.store(out_ptr + row * WIDTH + c, (total * norm).to(KIND), mask=ok)
+    tl.store(sumsq_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(total * total, 0))
 
 
 def row_sum_tiles(width: int) -> int:
-    """Sums of squares that `row_sum` leaves."""
+    """Sums of squares that `row_sum` leaves of a row."""
     return -(-width // ROW_COLUMNS)
 
 
 def row_sum(
-    place: RowPlace, residual: Tensor, out: Tensor, sumsq: Tensor, norm: Tensor, *, offset: float = 0.0, scale: float = 1.0
+    place: RowPlace, residual: Tensor, out: Tensor, sumsq: Tensor, norm: Tensor, *, parts: Tensor | None = None,
+    offset: float = 0.0, scale: float = 1.0,
 ) -> None:  # fmt: skip
-    """residual [1, width] float32 += scale * the sum over the ranks of what their kernels before have sent to `place`; out
-    [1, width] = residual * (norm + offset), and sumsq [1, row_sum_tiles(width)] float32 has the sums of residual^2 over each
-    ROW_COLUMNS columns: what the next product needs to see RMSNorm(residual) (fast_decode/epilogues.py).
+    """residual [rows, width] float32 += scale * the sum over the ranks of what their kernels before have sent to `place`, or,
+    with parts [slabs, rows, width], of these, summed over the slabs; out [rows, width] = residual * (norm + offset), and sumsq
+    [rows, row_sum_tiles(width)] float32 has the sums of residual^2 over each ROW_COLUMNS columns: what the next product needs
+    to see RMSNorm(residual) (fast_decode/epilogues.py).
 
-    Of one row that is sooner done than `all_reduce_norm`: many programs of one warp, none of which needs the whole row.
+    Of few rows that is sooner done than `all_reduce_norm`: many programs of one warp, none of which needs a whole row.
     """
-    space, width = place.space, residual.shape[1]
-    _row_sum_kernel[(row_sum_tiles(width),)](
-        space.slots, residual, norm, out, sumsq, space.slots.stride(1), space.row_place, space.rank, offset, scale,
-        PHASE=place.phase, WIDTH=width, BLOCK=ROW_COLUMNS, SIZE=space.size, EMPTY=empty_mark(space.slots.dtype), num_warps=1,
-        **pdl(out),
+    space, (rows, width) = place.space, residual.shape
+    slabs, slab_stride = (0, 0) if parts is None else (len(parts), parts.stride(0))
+    _row_sum_kernel[(row_sum_tiles(width), rows)](
+        parts, space.slots, space.peers, residual, norm, out, sumsq, slab_stride, space.slots.stride(1), space.slots.stride(2),
+        space.row_place, space.rank, offset, scale,
+        PHASE=place.phase, WIDTH=width, BLOCK=ROW_COLUMNS, SIZE=space.size, SLABS=slabs, EMPTY=empty_mark(space.slots.dtype),
+        num_warps=1, **pdl(out),
     )  # fmt: skip
 
 
