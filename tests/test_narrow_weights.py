@@ -259,7 +259,7 @@ def test_blocks_of_gguf_stay_narrow(name: str, kind: str, group: int, head_dim: 
     if head_dim:
         expected = expected.view(6, head_dim // 2, 2, 512).transpose(1, 2).reshape(48, 512)
     assert (weight.kind, weight.group) == (kind, group) and weight.scales is not None
-    assert weight.scales.dtype == (torch.float32 if name.endswith("K") else torch.float16)
+    assert weight.scales.dtype == (torch.float32 if name.endswith("K") else torch.bfloat16 if kind == "fp4" else torch.float16)
     check_form(weight)
     if name in ("Q4_0", "Q5_0", "Q8_0", "Q6_K", "IQ4_NL", "MXFP4"):
         assert torch.equal(floats(weight), expected)

@@ -89,7 +89,7 @@ def _made(spec: WeightSpec, kind: str) -> Weight:
 def _mxfp4(spec: WeightSpec) -> Weight:
     """What `random_mxfp4` makes."""
     rows, columns = spec.shape[0], -(-spec.shape[1] // TOGETHER) * TOGETHER
-    scales = torch.empty(rows, columns // GROUP, dtype=torch.float16, device=META)
+    scales = torch.empty(rows, columns // GROUP, dtype=torch.bfloat16, device=META)
     return Weight(torch.empty(rows, columns // 2, dtype=torch.uint8, device=META), scales, None, "fp4", GROUP)
 
 

@@ -108,14 +108,15 @@ def e2m1_values(codes: Tensor) -> Tensor:
     return table[codes.int()]
 
 
-def smallest_exact(scales: Tensor) -> Tensor:
-    """float32 -> the same numbers in float16 if it holds them all, else in bfloat16, else as they are."""
-    return next((half for dtype in _SCALE_DTYPES if torch.equal((half := scales.to(dtype)).float(), scales)), scales)
+def smallest_exact(scales: Tensor, dtypes: tuple[torch.dtype, ...] = _SCALE_DTYPES) -> Tensor:
+    """float32 -> the same numbers in the first of `dtypes` that holds them all, else as they are."""
+    return next((half for dtype in dtypes if torch.equal((half := scales.to(dtype)).float(), scales)), scales)
 
 
 def smallest(weight: Weight) -> Weight:
     """The same with scales and zeros in as few bytes as hold them."""
-    scales, zeros = (None if t is None else smallest_exact(t) for t in (weight.scales, weight.zeros))
+    dtypes = _SCALE_DTYPES[::-1] if weight.kind == "fp4" else _SCALE_DTYPES  # of MXFP4 powers of two, which become operands
+    scales, zeros = (None if t is None else smallest_exact(t, dtypes) for t in (weight.scales, weight.zeros))
     if weight.kind == "int4" and zeros is not None:
         whole = zeros.clamp(0, 127).to(torch.uint8)
         zeros = whole if torch.equal(whole.float(), zeros.float()) else zeros
