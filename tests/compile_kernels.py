@@ -445,7 +445,7 @@ CASES: dict[str, Callable[[], None]] = {
     "products of 64 rows": partial(large_products, 64),
     **{f"experts of {n} rows": experts(n) for n in (1, 32, 256, 1024, 4096)},
     **{f"experts of {n} rows in FP8": experts(n, "fp8") for n in (1, 32, 1024)},
-    **{f"experts of {n} rows in FP4": experts(n, **GPT_OSS) for n in (1, 8, 32, 1024)},
+    **{f"experts of {n} rows in FP4": experts(n, **GPT_OSS) for n in (1, 5, 32, 64, 1024)},
     **{f"adapted experts of {n} rows": experts(n, rank=16) for n in (1, 256, 1024, 4096)},
     **{f"adapted experts of {n} rows in FP8": experts(n, "fp8", rank=16) for n in (32, 4096)},
     **{f"adapted experts of {n} rows in FP4": experts(n, **GPT_OSS, rank=64) for n in (32, 1024, 4096)},

@@ -116,6 +116,8 @@ def run(text: str, inputs: list[np.ndarray], outputs: int) -> list[np.ndarray]:
             results = [first[0] ^ first[1]]
         elif op == "and.b32":
             results = [first[0] & first[1]]
+        elif op == "mul.lo.u32":
+            results = [first[0] * first[1]]
         elif op == "lop3.b32" and operands[-1] == "0xea":
             results = [first[0] & first[1] | first[2]]
         elif op == "lop3.b32" and operands[-1] == "0xe4":

@@ -64,6 +64,31 @@ def test_shapes_of_no_whole_tile(rows: int, hidden: int, inner: int, form: str, 
     assert error(experts_triton.run_experts(*arguments, **given), reference(*arguments, **given)) < 0.006
 
 
+@pytest.mark.parametrize(("hidden", "inner"), [(2880, 360), (2880, 352), (416, 2880)])
+@pytest.mark.parametrize("rows", [5, 8, 13, 32, 33, 64])
+def test_mxfp4_of_some_rows(rows: int, hidden: int, inner: int) -> None:
+    """Tiles of eight rows and of 16, most of which are not full, and experts of several; replays; and rows beside any others."""
+    (x, gate_up, down, ids, shares), given = case(rows, hidden, inner, 32, 4, "fp4 by 32", BF16, biases=True)
+    for weight in (gate_up, down):
+        weight.scales = torch.exp2(weight.scales.float().log2().round()).to(BF16)
+    ids[:, 3] = torch.where((ids == 7).any(1), ids[:, 3], 7)  # one that all rows have
+    given |= {"clamp": 7.0}
+    got = experts_triton.run_experts(x, gate_up, down, ids, shares, **given)
+    assert error(got, reference(x, gate_up, down, ids, shares, **given)) < 0.006
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts_triton.run_experts(x, gate_up, down, ids, shares, **given)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(out, got)
+    order = torch.randperm(rows, device=x.device)
+    moved = experts_triton.run_experts(x[order], gate_up, down, ids[order], shares[order], **given)
+    assert torch.equal(moved, got[order])
+    others, theirs = torch.randn_like(x), ids.roll(1, 0)
+    others[0], theirs[0] = x[0], ids[0]
+    assert torch.equal(experts_triton.run_experts(others, gate_up, down, theirs, shares, **given)[0], got[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("rows", [1, 30, 700])
 @pytest.mark.parametrize("form", ["float", "int8 by 32", "int4 by 128, zeros"])

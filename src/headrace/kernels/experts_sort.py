@@ -1,7 +1,8 @@
 """(Token, expert) pairs put in the order of their experts on the device, and cut into tiles of one expert's rows each.
 
 A counting sort: a program for each expert counts the pairs of those before it, and places its own in their order. What a tile
-is lies in a slot of a table of fixed size, so the grids of the products over tiles need nothing of the host.
+is lies in a slot of a table of fixed size, so the grids of the products over tiles need nothing of the host. Programs behind
+these bring rows of x into the order of columns in which warps multiply (experts_widened.py), if that is wanted.
 """
 
 from __future__ import annotations
@@ -16,15 +17,30 @@ from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, t
 AT_ONCE = (128, 1024, 4096)  # pairs that a program looks at in a step
 
 
+@jit
+def turned(column):
+    """Of every four columns the second and the third change places."""
+    return column & -4 | (column & 1) << 1 | (column & 2) >> 1
+
+
 @jit(do_not_specialize=["P", "first", "slots"])
 def _sort(
-    ids_ptr, order_ptr, tiles_ptr, P, first, count, slots,
-    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, DENSE: tl.constexpr, PDL: tl.constexpr,
+    ids_ptr, order_ptr, tiles_ptr, x_ptr, turned_ptr, P, first, count, slots,
+    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, DENSE: tl.constexpr, COLUMNS: tl.constexpr, HELD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if HELD > 0:  # noqa: SIM102  (the compiler decides this one)
+        if expert >= count:
+            row = (expert - count).to(tl.int64)
+            for k in range(0, HELD, 1024):
+                column = k + tl.arange(0, 1024)
+                x = tl.load(x_ptr + row * COLUMNS + column, mask=column < COLUMNS, other=0.0)
+                tl.store(turned_ptr + row * HELD + turned(column), x, mask=column < HELD)
+            return
     pairs = tl.arange(0, BLOCK)
     before = 0
     mine = 0
@@ -73,15 +89,18 @@ def sort_form(pairs: int, count: int, block_m: int) -> tuple[int, int, bool]:
     return block_m, block, pairs // block_m + count < pairs
 
 
-def sort_pairs(ids: Tensor, count: int, first: int, block_m: int) -> Sorted:
-    """ids [T, k] int32 -> the pairs t * k + j of experts `first` to `first` + `count`, in tiles of up to `block_m`."""
+def sort_pairs(ids: Tensor, count: int, first: int, block_m: int, rows: tuple[Tensor, Tensor] | None = None) -> Sorted:
+    """ids [T, k] int32 -> the pairs t * k + j of experts `first` to `first` + `count`, in tiles of up to `block_m`. Of `rows`
+    the second [T, W] becomes the first [T, H] with its columns turned, and 0 past them."""
     pairs = ids.numel()
     _, block, dense = sort_form(pairs, count, block_m)
     slots = pairs // block_m + count if dense else pairs
     order = torch.empty(pairs, dtype=torch.int32, device=ids.device)
     tiles = torch.empty((slots, 3), dtype=torch.int32, device=ids.device)
-    _sort[count,](
-        ids, order, tiles, P=pairs, first=first, count=count, slots=slots, BLOCK=block, BLOCK_M=block_m, DENSE=dense,
-        num_warps=4 if block <= 1024 else 8, **pdl(ids),
+    x, held = rows or (None, None)
+    _sort[count + (0 if x is None else len(x)),](
+        ids, order, tiles, x, held, P=pairs, first=first, count=count, slots=slots, BLOCK=block, BLOCK_M=block_m, DENSE=dense,
+        COLUMNS=0 if x is None else x.shape[1], HELD=0 if held is None else held.shape[1], num_warps=4 if block <= 1024 else 8,
+        **pdl(ids),
     )  # fmt: skip
     return Sorted(order, tiles)

@@ -2,9 +2,9 @@
 
 Up to ROW_FORM rows each pair of a token and an expert is a product of one row (experts_row.py, of MXFP4 experts_warp.py). Of
 more rows the pairs are sorted by expert and cut into tiles (experts_sort.py, experts_tiles.py, experts_wide.py, of few rows in
-MXFP4 experts_warp_tiles.py), whose size follows the rows that an expert has on average. A row's result is the same beside any
-others as long as the form and the tiles' size are the same; between forms sums round differently. Nothing is read on the host
-and no grid depends on the choice, so all of it can be captured.
+MXFP4 experts_warp_tiles.py and experts_widened.py), whose size follows the rows that an expert has on average. A row's result
+is the same beside any others as long as the form and the tiles' size are the same; between forms sums round differently.
+Nothing is read on the host and no grid depends on the choice, so all of it can be captured.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from headrace.kernels.experts_warp import takes_warps, warp_down, warp_glu
 from headrace.kernels.experts_warp_tiles import ROWS as WHOLE_ROWS
 from headrace.kernels.experts_warp_tiles import warp_tiles_down, warp_tiles_glu
 from headrace.kernels.experts_wide import takes_wide, wide_down
+from headrace.kernels.experts_widened import launch_widened, takes_widened, widened_tile
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, held_width
 
 __all__ = ["Joining", "Squares", "add_experts", "choose", "route", "router_parts", "row_steps", "run_experts"]
 
 ROW_FORM = 2  # rows; of more, each expert's weights had better be read once for all (measured on an H200)
-WHOLE_PAIRS = 2  # for each expert, up to which MXFP4 is multiplied by whole numbers (measured on an H200 with 32 experts)
+WHOLE_PAIRS = 1  # for each expert, below which MXFP4 is multiplied by whole numbers (measured on an H200 with 32 experts)
 MOST_BYTES = 2 << 30  # of what lies between the kernels; more rows are computed in parts
 
 MOST_ROWS = 1 << 15
@@ -141,6 +142,8 @@ def _tiles(
     assert ids is not None and shares is not None
     if adds is None and _are_whole(ids.numel(), how.count) and takes_warps(x, gate_up, down, ids.shape[1]):
         return _whole_tiles(x, gate_up, down, choice, factors, out, how)
+    if adds is None and widened_tile(ids.numel(), how.count) and takes_widened(x, gate_up, down):
+        return _widened_tiles(x, gate_up, down, choice, factors, out, how)
     pairs, chosen, hidden = ids.numel(), ids.shape[1], down.shape[0] // how.count
     block_m = tile_rows(pairs, how.count, x.itemsize)
     between, low, low_down = x.new_empty(pairs, held_width(down)), None, None
@@ -168,7 +171,7 @@ def _tiles(
 
 
 def _are_whole(pairs: int, count: int) -> bool:
-    return pairs <= WHOLE_PAIRS * count
+    return pairs < WHOLE_PAIRS * count
 
 
 def _whole_tiles(
@@ -184,6 +187,27 @@ def _whole_tiles(
         activation=how.activation, clamp=how.clamp, factors=factors,
     )  # fmt: skip
     parts = warp_tiles_down(between, down, how.down_bias, in_order, shares, hidden)
+    return sum_pairs(parts, ids, out, how.count, how.first)
+
+
+def _widened_tiles(
+    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, choice: Choice, factors: Tensor | None, out: Tensor | Joining,
+    how: _How,
+) -> Tensor | None:  # fmt: skip
+    ids, shares = choice.ids, choice.shares
+    assert ids is not None and shares is not None
+    pairs, chosen, hidden = ids.numel(), ids.shape[1], down.shape[0] // how.count
+    tile = widened_tile(pairs, how.count)
+    assert tile is not None
+    rows = x.new_empty(len(x), held_width(gate_up))
+    in_order = sort_pairs(ids, how.count, how.first, tile.rows, (x.contiguous(), rows))
+    between = x.new_empty(pairs, held_width(down))
+    launch_widened(
+        rows, gate_up, how.gate_up_bias, in_order, chosen, between, how.inner, tile, activation=how.activation, clamp=how.clamp,
+        factors=factors,
+    )  # fmt: skip
+    parts = torch.empty((pairs, hidden), dtype=torch.float32, device=x.device)
+    launch_widened(between, down, how.down_bias, in_order, chosen, parts, hidden, tile, shares=shares)
     return sum_pairs(parts, ids, out, how.count, how.first)
 
 
@@ -203,7 +227,9 @@ def row_steps(
         pairs = rows * chosen
         form: tuple = (0,)
         if rows > ROW_FORM or slots is not None:
-            by_whole = whole and slots is None and _are_whole(pairs, count)
-            form = sort_form(pairs, count * ((slots or 0) + 1), WHOLE_ROWS if by_whole else tile_rows(pairs, count, itemsize))
+            own = whole and slots is None
+            widened = widened_tile(pairs, count) if own else None
+            size = WHOLE_ROWS if own and _are_whole(pairs, count) else tile_rows(pairs, count, itemsize)
+            form = (widened, *sort_form(pairs, count * ((slots or 0) + 1), widened.rows if widened else size))
         found.setdefault((*form, *router_tile(rows, *router, itemsize)), rows)
     return list(found.values())
