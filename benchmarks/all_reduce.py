@@ -6,6 +6,7 @@ bfloat16, each way 64 times in a captured graph, microseconds for one, of the sl
 
     push         kernels/all_reduce.py, the sum alone
     push+norm    the same with residual and RMSNorm, from the float32 products of a fused decode step
+    row_sum      of few rows by many programs, the norm left to the next product, as fused decode steps have it
     nccl         NCCL's all-reduce alone;  nccl+norm: and Headrace's kernel for residual and norm
     torch        torch.ops.symm_mem.one_shot_all_reduce of a buffer that all see
 
@@ -17,6 +18,7 @@ message there is (one row of 8 numbers). First every way is checked against part
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -33,7 +35,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.kernels.all_reduce import PushSpace, all_reduce, all_reduce_norm, ordered_sum, slots_shape, wire
+from headrace.kernels.all_reduce import (
+    PHASES,
+    PushSpace,
+    RowPlace,
+    all_reduce,
+    all_reduce_norm,
+    ordered_sum,
+    row_sum,
+    row_sum_tiles,
+    slots_shape,
+    wire,
+)
 from headrace.kernels.norm import add_rms_norm
 from headrace.model.shard import Shard
 
@@ -63,6 +76,12 @@ class Case:
 
     def push_norm(self, space: PushSpace) -> None:
         all_reduce_norm(self.slabs, space, self.residual, self.normed, self.norm, residual=self.residual, eps=1e-6)
+
+    def row_sums(self, space: PushSpace) -> Callable[[], None]:
+        """A call is one, the two places in turn."""
+        phases = itertools.cycle(range(PHASES))
+        sumsq = torch.empty((len(self.part), row_sum_tiles(self.part.shape[1])), device=self.part.device)
+        return lambda: row_sum(RowPlace(space, next(phases)), self.residual, self.normed, sumsq, self.norm, parts=self.slabs)
 
 
 def capture(call: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
@@ -157,6 +176,7 @@ class Rank:
         ways: dict[str, Callable[[], object]] = {
             "push": lambda: all_reduce(case.part, space),
             "push+norm": lambda: case.push_norm(space),
+            **({"row_sum": case.row_sums(space)} if len(case.part) <= space.place_rows else {}),
             "nccl": nccl,
             "nccl+norm": lambda: add_rms_norm(nccl(), case.stream, case.norm, 1e-6),
         }

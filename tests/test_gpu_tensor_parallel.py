@@ -38,7 +38,7 @@ OPTIONS = {
 def check_sums(rank: int, size: int, store: str) -> None:
     import torch.distributed as dist
 
-    from headrace.kernels.all_reduce import all_reduce, ordered_sum
+    from headrace.kernels.all_reduce import RowPlace, all_reduce, ordered_sum, row_sum, row_sum_tiles
     from headrace.model.shard import Shard
     from headrace.tensor_parallel.cards import PUSH_BYTES, CardGroup
 
@@ -89,6 +89,33 @@ def check_sums(rank: int, size: int, store: str) -> None:
     # as larger steps are captured, those of cards that do not see each other all: by NCCL, beside sums of few rows or alone
     check_graph(most + 1, lambda part, _: group.sum(part.clone()))
     check_graph(640, lambda part, count: group._sum_by_nccl(part.clone()) if count % 2 == 0 else all_reduce(part, space))
+    # a few rows by many programs, as fused steps add them up, each of the two places in turn
+    total, parts = torch.zeros(64, 4096, device=device), torch.empty(2, 64, 4096, device=device)
+    normed, norm = torch.empty(64, 4096, device=device, dtype=torch.bfloat16), torch.ones(4096, device=device, dtype=torch.bfloat16)
+    sumsq, heights = torch.empty(64, row_sum_tiles(4096), device=device), (64, 8, 3, 64, 1, 33)
+
+    def add_up() -> None:
+        for call, rows in enumerate(heights):
+            row_sum(RowPlace(space, call % 2), total[:rows], normed[:rows], sumsq[:rows], norm, parts=parts[:, :rows])
+
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    parts.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        add_up()
+        graph.capture_begin(capture_error_mode="thread_local")
+        add_up()
+        graph.capture_end()
+    torch.cuda.synchronize()
+    for _ in range(20):
+        parts.normal_(generator=generator)
+        want, added = total.clone(), ordered_sum(group.gather(parts.sum(0).to(torch.bfloat16)).float())
+        for rows in heights:
+            want[:rows] += added[:rows]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(total, want)
+        assert torch.equal(normed[:33], want[:33].to(torch.bfloat16))
     shared = torch.full((3,), float(rank), device=device)
     group.share(shared)
     assert shared.tolist() == [0.0] * 3
