@@ -126,6 +126,42 @@ def test_forms_and_tiles_differ_only_in_rounding() -> None:
     assert all(torch.equal(first, other) for first, *others in alike.values() for other in others)
 
 
+def test_mxfp4_by_warps_with_roles() -> None:
+    """Experts of 1 to 300 rows and one of none, in tiles of one to four parts: of all sizes of tiles the same sums. Then a part of
+    the experts, rows that are not divided by their norm yet, and adding to a residual."""
+    (x, gate_up, down, ids, shares), given = case(300, 2880, 360, 12, 3, "fp4 by 32", BF16, biases=True)
+    if experts_triton.find_roles(x, gate_up, down, "silu", 0.0) is None:
+        pytest.skip("the card or this Triton has no such kernel")
+    given |= {"clamp": 7.0}
+    ids[:, 0] = 11
+    for expert, rows in ((0, 1), (1, 31), (2, 32), (3, 33), (4, 64), (5, 65), (6, 74)):
+        ids[:, 1][sum((1, 31, 32, 33, 64, 65, 74)[:expert]) :][:rows] = expert
+    ids[:, 2] = torch.arange(300, device=x.device) % 3 + 7
+    got = experts_triton.run_experts(x, gate_up, down, ids, shares, **given)
+    want = reference(x, gate_up, down, ids, shares, **given)
+    assert error(got, want) < 0.006
+    assert max(error(got[i], want[i]) for i in range(300)) < 0.02
+    for _ in range(3):
+        assert torch.equal(experts_triton.run_experts(x, gate_up, down, ids, shares, **given), got)
+    fewer = experts_triton.run_experts(x[:170], gate_up, down, ids[:170], shares[:170], **given)
+    assert torch.equal(fewer, got[:170])
+    w, v = (Weight(m.data[4 * n :], m.scales[4 * n :], None, "fp4", 32) for m, n in ((gate_up, 720), (down, 2880)))
+    some = {"gate_up_bias": given["gate_up_bias"][4 * 720 :], "down_bias": given["down_bias"][4 * 2880 :], "clamp": 7.0}
+    part = experts_triton.run_experts(x, w, v, ids, shares, count=8, first=4, **some)
+    assert error(part, reference(x, w, v, ids, shares, count=8, first=4, **some)) < 0.006
+    router, norm, total = random(12, 2880, seed=3), random(2880, seed=5, dtype=BF16), random(300, 2880, seed=6)
+    sums = x.float().square().sum(1, keepdim=True)
+    rows = x.float() * (sums / 2880 + 1e-5).rsqrt()
+    ids, shares = experts_triton.choose(rows, router, None, None, routing(chosen=3))
+    expected = total + reference(rows, gate_up, down, ids, shares, **given)
+    joining = experts_triton.Joining(total, torch.empty_like(x), norm, 1.0, 0.0)
+    squares = experts_triton.add_experts(
+        x, experts_triton.Squares(sums, 2880, 1e-5), router, gate_up, down, routing(chosen=3), joining, **given
+    )
+    assert error(total, expected) < 0.006
+    assert error(squares.sum(1), expected.square().sum(1)) < 0.01
+
+
 @pytest.mark.parametrize("rows", [2, 600])
 def test_ranks_of_experts(rows: int) -> None:
     (x, gate_up, down, ids, shares), _ = case(rows, 256, 128, 16, 4, "float", BF16)

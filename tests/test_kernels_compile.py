@@ -30,7 +30,7 @@ PARTS = {  # by card; `make conformance` has them all
     80: ("decode of 1 row", "decode of 4 rows 8B", "adapters of 32"),
     86: ("products of 64 rows", "adapted experts of 1024 rows in FP4"),
     90: ("sampling", "all-reduce", "ranks'", "decode of 1 row", "in rings", "decode of 64 rows 8B", "decode of 256 rows", "narrow products", "FP8 step",
-         "latent 20 heads", "small delta net in float32", "varlen 0.6B", "roles head 256"),
+         "latent 20 heads", "small delta net in float32", "varlen 0.6B", "roles head 256", "experts of 1024 rows in FP4"),
     120: ("varlen head 256 window", "widened 8B in FP8"),
 }  # fmt: skip
 
@@ -87,6 +87,12 @@ def test_attention_with_roles_compiles(compiled) -> None:
     (kernel,) = of(compiled[90], "roles")
     assert (kernel["kernel"], kernel["spills"]) == ("_roles_attention", 0)
     assert kernel["shared"] <= SHARED_MEMORY[90]
+
+
+def test_experts_with_roles_compile(compiled) -> None:
+    kernels = [kernel for kernel in of(compiled[90], "experts of 1024 rows in FP4") if kernel["kernel"] == "_roles_tiles"]
+    assert [kernel["spills"] for kernel in kernels] == [0, 0]
+    assert max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[90]
 
 
 def test_the_assembler_has_lost_nothing(compiled) -> None:

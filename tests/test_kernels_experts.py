@@ -189,6 +189,50 @@ def test_many_rows_in_16_bits() -> None:
     check(arguments, given, 2e-3)
 
 
+class PlayedRoles:
+    """experts_roles.py in torch: rows in the order of the sort, whose columns are in that of a thread's bytes."""
+
+    ROWS = 16
+
+    def __init__(self, count: int):
+        self.count = count
+        k = torch.arange(256)
+        self.placed = (k & -32) | (k >> 3 & 1) | (k & 1) << 1 | (k >> 4 & 1) << 2 | (k >> 1 & 3) << 3
+
+    def products(self, x: Tensor, weight: Weight, pairs) -> Tensor:
+        w, back = dequantized(weight, torch.float32).unflatten(0, (self.count, -1)), torch.argsort(self.placed[: x.shape[1]])
+        out = torch.full((len(x), w.shape[1]), torch.nan)
+        for expert, first, end in pairs.tiles.tolist():
+            if expert >= 0:
+                out[first : min(end, first + 16)] = x[first : min(end, first + 16), back].float() @ w[expert].T
+        return out
+
+    def glu(self, x, weight, bias, pairs, out, columns, *, chosen, clamp, factors) -> None:
+        assert bias is None and factors is None and not x[: len(x) // 2, self.placed[: x.shape[1]] >= 200].any()
+        gate, up = self.products(x, weight, pairs).chunk(2, -1)
+        y = torch.nn.functional.pad(gated_reference(gate, up, "silu", clamp), (0, out.shape[1] - columns))
+        out.copy_(y[:, self.placed[: out.shape[1]]])
+
+    def down(self, x, weight, bias, pairs, shares, out) -> None:
+        order = torch.where((pairs.order >= 0) & (pairs.order < len(out)), pairs.order, 0).long()
+        out[order] = (self.products(x, weight, pairs) * shares.flatten()[order, None]).to(out.dtype)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the card's tests have the kernel itself")
+def test_prompts_of_mxfp4_go_to_warps_with_roles(monkeypatch) -> None:
+    """Rows in the order of the sort, zeros behind them, columns as the kernel wants them; few rows, adapters' and other cards'
+    go the usual way."""
+    arguments, given = case(40, 200, 120, 3, 2, "fp4 by 32", torch.float32)
+    assert experts_triton.find_roles(*arguments[:3], "silu", 0.0) is None
+    asked = []
+    monkeypatch.setattr(experts_triton, "find_roles", lambda *given: asked.append(given) or PlayedRoles(3))
+    check(arguments, given)
+    assert [given[3:] for given in asked] == [("silu", 0.0)]
+    x, gate_up, down, ids, shares = arguments
+    check((x[:12], gate_up, down, ids[:12], shares[:12]), given)
+    assert len(asked) == 1  # of an expert 8 pairs
+
+
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize(("activation", "clamp"), [("gelu_tanh", 0.0), ("silu", 0.7)])
 def test_activations_and_biases(rows: int, activation: str, clamp: float) -> None:

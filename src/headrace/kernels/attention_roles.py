@@ -33,7 +33,7 @@ LOG2_E = 1.4426950408889634
 
 
 @gluon.jit
-def _grid_dependency(what: gl.constexpr):
+def grid_dependency(what: gl.constexpr):
     """griddepcontrol, by every thread (see launch.py)."""
     thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise("griddepcontrol." + what + "; mov.u32 $0, $1;", "=r,r", [thread], gl.int32, False, 1)
@@ -201,7 +201,7 @@ def _roles_attention(
     num_tokens = gl.load(query_start_ptr + seq + 1) - row0
     length = gl.load(lens_ptr + seq)
     if PDL:
-        _grid_dependency("wait")
+        grid_dependency("wait")
     if (token0 >= num_tokens) | (num_tokens < least):
         return
     if length <= 0:  # a padded sequence
@@ -244,7 +244,7 @@ def _roles_attention(
         [4, 1], [240, 24],  # warps and registers of a thread; the first group has as many as the second
     )  # fmt: skip
     if PDL:
-        _grid_dependency("launch_dependents")
+        grid_dependency("launch_dependents")
 
 
 def is_known() -> bool:

@@ -1,10 +1,11 @@
 """A mixture of experts on a card: `route` chooses (experts_route.py), `run_experts` computes, by one of two forms.
 
 Up to ROW_FORM rows each pair of a token and an expert is a product of one row (experts_row.py, of MXFP4 experts_warp.py). Of
-more rows the pairs are sorted by expert and cut into tiles (experts_sort.py, experts_tiles.py, experts_wide.py, of few rows in
-MXFP4 experts_warp_tiles.py and experts_widened.py), whose size follows the rows that an expert has on average. A row's result
-is the same beside any others as long as the form and the tiles' size are the same; between forms sums round differently.
-Nothing is read on the host and no grid depends on the choice, so all of it can be captured.
+more rows the pairs are sorted by expert and cut into tiles (experts_sort.py, experts_tiles.py, experts_wide.py; in MXFP4 of few
+rows experts_warp_tiles.py and experts_widened.py, of many on Hopper experts_roles.py), whose size follows the rows that an
+expert has on average. A row's result is the same beside any others as long as the form and the tiles' size are the same;
+between forms sums round differently. Nothing is read on the host and no grid depends on the choice, so all of it can be
+captured.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from headrace.kernels.experts_few import Choice, chooses_by_logits, row_logits
 from headrace.kernels.experts_lora import ExpertAdds, shrink_pairs, sort_adapted
 from headrace.kernels.experts_route import Routing, Squares, choose, route, route_parts, router_parts, router_tile
 from headrace.kernels.experts_row import Joining, row_down, row_glu
-from headrace.kernels.experts_sort import sort_form, sort_pairs
+from headrace.kernels.experts_sort import Sorted, sort_form, sort_pairs
 from headrace.kernels.experts_tiles import launch, sum_pairs, tile_for, tile_rows
 from headrace.kernels.experts_warp import takes_warps, warp_down, warp_glu
 from headrace.kernels.experts_warp_tiles import ROWS as WHOLE_ROWS
 from headrace.kernels.experts_warp_tiles import warp_tiles_down, warp_tiles_glu
 from headrace.kernels.experts_wide import takes_wide, wide_down
 from headrace.kernels.experts_widened import launch_widened, takes_widened, widened_tile
-from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl
+from headrace.kernels.launch import capability, gdc_launch_dependents, gdc_wait, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, held_width
 
 __all__ = ["Joining", "Squares", "add_experts", "choose", "route", "router_parts", "row_steps", "run_experts"]
 
 ROW_FORM = 2  # rows; of more, each expert's weights had better be read once for all (measured on an H200)
 WHOLE_PAIRS = 1  # for each expert, below which MXFP4 is multiplied by whole numbers (measured on an H200 with 32 experts)
+ROLES_PAIRS = 8  # and above which by warps with roles
 MOST_BYTES = 2 << 30  # of what lies between the kernels; more rows are computed in parts
 
 MOST_ROWS = 1 << 15
@@ -87,14 +89,26 @@ def add_experts(
     return sums
 
 
-@jit
-def _pad_rows(x_ptr, out_ptr, width, out_width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@jit(do_not_specialize=["slots"])
+def _pad_rows(
+    x_ptr, order_ptr, tiles_ptr, out_ptr, width, out_width, slots, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    x = tl.load(x_ptr + row * width + column, mask=column < width, other=0.0)
+    of_x = row
+    from_column = column
+    if order_ptr is not None:
+        if row >= tl.load(tiles_ptr + 3 * slots - 1):  # behind the last held expert's last
+            return
+        of_x = (tl.load(order_ptr + row) // CHOSEN).to(tl.int64)
+        # of 32 columns the order in which experts_roles.py has a thread's bytes
+        from_column = (
+            column & -32 | column >> 3 & 1 | (column & 1) << 1 | (column >> 4 & 1) << 2 | (column >> 1 & 3) << 3
+        )
+    x = tl.load(x_ptr + of_x * width + from_column, mask=from_column < width, other=0.0)
     tl.store(out_ptr + row * out_width + column, x, mask=column < out_width)
 
 
@@ -104,7 +118,20 @@ def _whole(x: Tensor, weight: NarrowMatrix) -> Tensor:
     if width == held:
         return x.contiguous()
     out = x.new_empty(rows, held)
-    _pad_rows[rows, -(-held // 1024)](x.contiguous(), out, width, held, BLOCK=1024, num_warps=4, **pdl(x))
+    _pad_rows[rows, -(-held // 1024)](
+        x.contiguous(), None, None, out, width, held, 0, CHOSEN=1, BLOCK=1024, num_warps=4, **pdl(x)
+    )  # fmt: skip
+    return out
+
+
+def _in_order(x: Tensor, weight: NarrowMatrix, pairs: Sorted, chosen: int) -> Tensor:
+    """The row of each pair in the order of the sort, as wide as the weights are held."""
+    width, held = x.shape[1], held_width(weight)
+    out = x.new_empty(len(pairs.order), held)
+    _pad_rows[len(out), -(-held // 1024)](
+        x.contiguous(), pairs.order, pairs.tiles, out, width, held, len(pairs.tiles), CHOSEN=chosen, BLOCK=1024, num_warps=4,
+        **pdl(x),
+    )  # fmt: skip
     return out
 
 
@@ -144,6 +171,10 @@ def _tiles(
         return _whole_tiles(x, gate_up, down, choice, factors, out, how)
     if adds is None and widened_tile(ids.numel(), how.count) and takes_widened(x, gate_up, down):
         return _widened_tiles(x, gate_up, down, choice, factors, out, how)
+    if adds is None and _has_roles(ids.numel(), how.count):
+        roles = find_roles(x, gate_up, down, how.activation, how.clamp)
+        if roles is not None:
+            return _role_tiles(roles, x, gate_up, down, choice, factors, out, how)
     pairs, chosen, hidden = ids.numel(), ids.shape[1], down.shape[0] // how.count
     block_m = tile_rows(pairs, how.count, x.itemsize)
     between, low, low_down = x.new_empty(pairs, held_width(down)), None, None
@@ -172,6 +203,21 @@ def _tiles(
 
 def _are_whole(pairs: int, count: int) -> bool:
     return pairs < WHOLE_PAIRS * count
+
+
+def _has_roles(pairs: int, count: int) -> bool:
+    return pairs > ROLES_PAIRS * count
+
+
+def find_roles(x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, activation: Activation, clamp: float) -> Any:
+    """The kernel with roles for warps, where the card has them, this Triton knows how to write it, and it takes these."""
+    if capability(x.device) != (9, 0):
+        return None
+    try:
+        from headrace.kernels import experts_roles
+    except (ImportError, AttributeError):
+        return None
+    return experts_roles if experts_roles.takes(x, gate_up, down, activation, clamp) else None
 
 
 def _whole_tiles(
@@ -211,6 +257,24 @@ def _widened_tiles(
     return sum_pairs(parts, ids, out, how.count, how.first)
 
 
+def _role_tiles(
+    roles: Any, x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, choice: Choice, factors: Tensor | None,
+    out: Tensor | Joining, how: _How,
+) -> Tensor | None:  # fmt: skip
+    ids, shares = choice.ids, choice.shares
+    assert ids is not None and shares is not None
+    pairs, chosen = ids.numel(), ids.shape[1]
+    in_order = sort_pairs(ids, how.count, how.first, roles.ROWS)
+    between = x.new_empty(pairs, held_width(down))
+    roles.glu(
+        _in_order(x, gate_up, in_order, chosen), gate_up, how.gate_up_bias, in_order, between, how.inner, chosen=chosen,
+        clamp=how.clamp, factors=factors,
+    )  # fmt: skip
+    parts = x.new_empty(pairs, down.shape[0] // how.count)
+    roles.down(between, down, how.down_bias, in_order, shares, parts)
+    return sum_pairs(parts, ids, out, how.count, how.first)
+
+
 def most_rows(chosen: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
     """That are computed at once: a power of two."""
     return min(MOST_ROWS, 1 << (MOST_BYTES // (chosen * (inner * dtype.itemsize + hidden * 4))).bit_length() - 1)
@@ -231,5 +295,6 @@ def row_steps(
             widened = widened_tile(pairs, count) if own else None
             size = WHOLE_ROWS if own and _are_whole(pairs, count) else tile_rows(pairs, count, itemsize)
             form = (widened, *sort_form(pairs, count * ((slots or 0) + 1), widened.rows if widened else size))
+            form = (own and _has_roles(pairs, count), *form)
         found.setdefault((*form, *router_tile(rows, *router, itemsize)), rows)
     return list(found.values())
