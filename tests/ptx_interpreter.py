@@ -37,15 +37,15 @@ def _prmt(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     return out
 
 
-def _bytes_mma(a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray]) -> list[np.ndarray]:
-    """As `_mma`, of whole numbers of a byte, four to a register."""
+def _bytes_mma(a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray], of_a: type = np.int8) -> list[np.ndarray]:
+    """As `_mma`, of whole numbers of a byte, four to a register; those of A are `of_a`."""
     warps = len(a[0]) // 32
     lane = np.arange(32)
     group, rest = lane // 4, lane % 4
     left, right, sums = (np.zeros((warps, *shape), np.int64) for shape in ((16, 32), (32, 8), (16, 8)))
     for part in range(4):
         for i, register in enumerate(a):
-            value = register.view(np.int8).reshape(warps, 32, 4)[:, :, part]
+            value = register.view(of_a).reshape(warps, 32, 4)[:, :, part]
             left[:, group + 8 * (i % 2), rest * 4 + part + 16 * (i // 2)] = value
         for i, register in enumerate(b):
             right[:, rest * 4 + part + 16 * i, group] = register.view(np.int8).reshape(warps, 32, 4)[:, :, part]
@@ -106,6 +106,12 @@ def run(text: str, inputs: list[np.ndarray], outputs: int) -> list[np.ndarray]:
             results = _mma(*values)
         elif op == "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32":
             results = _bytes_mma(*([np.ascontiguousarray(word) for word in operand] for operand in values))
+        elif op == "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32":
+            results = _bytes_mma(*([np.ascontiguousarray(word) for word in operand] for operand in values), np.uint8)
+        elif op == "add.s32":
+            results = [first[0] + first[1]]
+        elif op == "mad.lo.s32":
+            results = [first[0] * first[1] + first[2]]
         elif op.startswith("mov"):
             results = [first[0]]
         elif op == "shr.u32":

@@ -13,13 +13,17 @@ from engine_driver import make_core, make_requests, run
 from fast_decode_cases import decode_batch, moved, random_weights, with_narrow
 from headrace.attention.torch_backend import TorchAttention
 from headrace.attention.triton_backend import TritonAttention
+from headrace.fast_decode import digit_tile
+from headrace.fast_decode.digit_tile import DigitTile
 from headrace.fast_decode.forward import FastDecode
+from headrace.fast_decode.products import project
 from headrace.fast_decode.ring_tile import RingAttention
 from headrace.fast_decode.rounded_tile import PAIR_ROWS
 from headrace.fast_decode.tiles import default_table
 from headrace.kernels.activation import act_mul
 from headrace.kernels.narrow_linear import FEW_ROWS, FEW_ROWS_WIDENED, FEW_SCALED_ROWS, MANY_ROWS, NarrowProduct, rounds
 from headrace.kernels.quantize_rows import quantize_rows
+from headrace.model.config import RopeConfig
 from headrace.model.decoder import Decoder
 from headrace.model.weight import dequantized
 from narrow_cases import FORMS, narrow
@@ -62,6 +66,42 @@ def test_the_fused_step(kinds: str, rows: int, card) -> None:
         graph.replay()
         different += (out != got).any()
     assert int(different) == 0
+
+
+def test_one_row_by_whole_numbers(card) -> None:
+    """A step whose four products are by DigitTile: all but the last bits of one by other tiles, and the same in all replays."""
+    config = replace(WIDE, hidden_size=4096, intermediate_size=8192, num_heads=32, num_kv_heads=8, head_dim=128, rope=RopeConfig(1e4, 128))
+    weights = moved(with_narrow(random_weights(config, dtype=BF16), LAYERS["int4"]), card)
+    for layer in weights.layers:
+        for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            matrix.scales = matrix.scales.half()
+    batch, kv = (moved(part, card) for part in decode_batch(config, [150], 64, BF16))
+    usual = default_table(config, kinds=("int4",) * 4 + ("float",))[1]
+    tiles = replace(usual, qkv=DigitTile(16, 1), o=DigitTile(32, 2), gate_up=DigitTile(64, 2, 96), down=DigitTile(32, 2))
+    assert all(map(digit_tile.suits, (weights.layers[0].qkv, weights.layers[0].down)))
+    expected = FastDecode(config, weights, 1, card, {1: usual}).forward(batch, kv).clone()
+    fast = FastDecode(config, weights, 1, card, {1: tiles})
+    assert isinstance(fast.tiles[1].down, DigitTile)
+    got = fast.forward(batch, kv).clone()
+    assert relative(got, expected) < 0.02
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fast.forward(batch, kv)
+    different = torch.zeros((), dtype=torch.int64, device=card)
+    for _ in range(100):
+        graph.replay()
+        different += (out != got).any()
+    assert int(different) == 0
+
+
+def test_products_by_whole_numbers(card) -> None:
+    """Of one row, alone: as exact as its sums in float32, whatever the size of what it is multiplied by."""
+    x, w = torch.randn(1, 8192, device=card), narrow("int4 by 128, zeros", 96, 8192, card)
+    x = (x * torch.logspace(-6, 6, 8192, device=card)[torch.randperm(8192, device=card)]).bfloat16()
+    for tile in (DigitTile(16, 1), DigitTile(48, 2, 96), DigitTile(96, 4)):
+        out = torch.full((1, 1, 96), float("nan"), device=card)
+        project(x, w, out, tile)
+        assert relative(out[0], x.double() @ dequantized(w, torch.float32).double().T) < 1e-5
 
 
 @pytest.mark.parametrize("rows", [8, 32])

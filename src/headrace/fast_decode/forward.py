@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
+from headrace.fast_decode import digit_tile
 from headrace.fast_decode.adapters import Adds, adapted_glu, low_rank
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.attention_reference import HeadShape
 from headrace.fast_decode.delta import delta_steps
+from headrace.fast_decode.digit_tile import DigitTile
 from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.experts import join_experts, takes_experts
@@ -43,7 +45,7 @@ from headrace.fast_decode.tiles import (
     with_delta_qkv,
     with_fp8_cache,
     with_ring_attention,
-    without_rounded,
+    without,
 )
 from headrace.fast_decode.warp_gemm import suits
 from headrace.kernels.activation import gate_rows_triton
@@ -102,7 +104,10 @@ class FastDecode:
         of_kinds = dict.fromkeys([usual, *forms])
         self.tables = {of: default_table(config, copy_engine, *of, warps, self.rounds) for of in of_kinds}
         if tiles is not None:
-            self.tables[usual] = dict(tiles) if self.rounds else without_rounded(tiles, self.tables[usual])
+            digits = runs(weights.embedding) and all(map(digit_tile.suits, narrow))
+            for tile in (*(() if self.rounds else (RoundedTile,)), *(() if digits else (DigitTile,))):
+                tiles = without(tile, tiles, self.tables[usual])
+            self.tables[usual] = dict(tiles)
             if (beside := (usual[0], True)) in self.tables:
                 self.tables[beside] = with_delta_qkv(tiles, config, copy_engine, *beside, warps)
         self.tiles, self.layer_tables = self.tables[usual], [self.tables[of] for of in forms]

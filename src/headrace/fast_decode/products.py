@@ -5,6 +5,7 @@
     RingTile   the same on Hopper, weights by the copy engine ring_gemm.py
     WideTile   tensor cores and copy engine, up to 256 rows  wide_gemm.py
     WarpTile   tensor cores, narrow weights, few rows        warp_gemm.py
+    DigitTile  the same on Hopper, one row, 4 bits, weights by the copy engine  digit_gemm.py
     RoundedTile FP8 tensor cores, weights and rows in FP8, 2 to 64 rows  rounded_gemm.py
 
 With narrow weights GemmTile and WideTile are of narrow_gemm.py. Activations in FP8, [M, K] or as pairs [2, M, K], have
@@ -23,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from headrace.fast_decode import (
+    digit_tile,
     gemv,
     narrow_gemm,
     ring_tile,
@@ -31,6 +33,7 @@ from headrace.fast_decode import (
     warp_gemm,
     wide_gemm,
 )
+from headrace.fast_decode.digit_tile import DigitTile
 from headrace.fast_decode.epilogues import (
     Plan,
     glu_reference,
@@ -52,10 +55,10 @@ from headrace.kernels.rounded import keep, numbers
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight
 
-Tile = GemvTile | GemmTile | RingTile | WideTile | WarpTile | RoundedTile
+Tile = GemvTile | GemmTile | RingTile | WideTile | WarpTile | DigitTile | RoundedTile
 MAX_ROWS: dict[type, int] = {
     GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, RingTile: ring_tile.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS,
-    WarpTile: warp_gemm.MAX_ROWS, RoundedTile: rounded_tile.MAX_ROWS,
+    WarpTile: warp_gemm.MAX_ROWS, DigitTile: digit_tile.MAX_ROWS, RoundedTile: rounded_tile.MAX_ROWS,
 }  # fmt: skip
 
 
@@ -71,9 +74,15 @@ def _rounded_plan(*arguments: Any, **more: Any) -> Plan:
     return plan(*arguments, **more)
 
 
+def _digit_plan(*arguments: Any) -> Plan:
+    from headrace.fast_decode.digit_gemm import plan
+
+    return plan(*arguments)
+
+
 PLAN: dict[type, Callable[..., Plan]] = {
     GemvTile: gemv.plan, GemmTile: skinny_gemm.plan, RingTile: _ring_plan, WideTile: wide_gemm.plan,
-    WarpTile: warp_gemm.plan, RoundedTile: _rounded_plan,
+    WarpTile: warp_gemm.plan, DigitTile: _digit_plan, RoundedTile: _rounded_plan,
 }  # fmt: skip
 NARROW_PLAN: Callable[..., Plan] = narrow_gemm.plan
 
@@ -92,13 +101,15 @@ def _launch(
     rows, width = x.shape[-2:]
     if not 1 <= rows <= MAX_ROWS[type(tile)]:
         raise ValueError(f"{tile} takes 1 to {MAX_ROWS[type(tile)]} rows, not {rows}")
+    if isinstance(tile, DigitTile) and not digit_tile.takes(weight, x, tile, columns):
+        tile = tile.otherwise(mode == "glu")
     if isinstance(tile, WarpTile) and not warp_gemm.takes(weight, x, tile):
         tile = tile.otherwise(rows, packed(weight.kind), mode == "glu")
     if isinstance(tile, RingTile) and (low_rank is not None or not ring_tile.takes(weight, x)):
         tile = tile.otherwise(width, mode == "glu")
     if isinstance(tile, RoundedTile) and sizes is None:
         tile = tile.otherwise()
-    by_own = weight.kind == "float" or isinstance(tile, GemvTile | WarpTile | RoundedTile)
+    by_own = weight.kind == "float" or isinstance(tile, GemvTile | WarpTile | DigitTile | RoundedTile)
     plan = PLAN[type(tile)] if by_own else NARROW_PLAN
     more: dict[str, Any] = {name: given for name, given in (("push", push), ("low_rank", low_rank)) if given is not None}
     if sizes is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from headrace.config import cache_dir
 from headrace.fast_decode.attention import AttentionTile
+from headrace.fast_decode.digit_tile import DigitTile
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import MAX_ROWS, Tile, num_splits
 from headrace.fast_decode.ring_tile import RingAttention, RingTile
@@ -43,7 +44,8 @@ EARLY_ROWS = 8  # up to here the kernel behind attention may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 # as a table's file names them
 KINDS = {
-    "gemv": GemvTile, "gemm": GemmTile, "ring": RingTile, "wide": WideTile, "warp": WarpTile, "rounded": RoundedTile,
+    "gemv": GemvTile, "gemm": GemmTile, "ring": RingTile, "wide": WideTile, "warp": WarpTile, "digit": DigitTile,
+    "rounded": RoundedTile,
 }  # fmt: skip
 SMALL_BYTES, LARGE_BYTES = 96 * 1024, 224 * 1024  # of shared memory that a program has on every card, and on Hopper
 FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
@@ -340,11 +342,11 @@ def rounded_tiles(shapes: Mapping[str, Shape], rows: int) -> dict[str, Tile]:
     return found
 
 
-def without_rounded(table: TileTable, instead: TileTable) -> dict[int, StepTiles]:
-    """The table for weights, a model or a card that RoundedTile does not suit: products as in the table `instead`."""
+def without(tile: type, table: TileTable, instead: TileTable) -> dict[int, StepTiles]:
+    """The table for weights, a model or a card that `tile` (RoundedTile, DigitTile) does not suit: products as in `instead`."""
     found = dict(table)
     for rows, step in table.items():
-        if isinstance(step.qkv, RoundedTile):
+        if any(isinstance(getattr(step, name), tile) for name in MATRICES):
             other = instead[min(n for n in instead if n >= rows)]
             found[rows] = replace(step, **{name: getattr(other, name) for name in MATRICES})
     return found
