@@ -126,7 +126,7 @@ def test_rows_with_their_columns_turned() -> None:
 
 def test_which_products_take_them() -> None:
     (x, gate_up, down, *_), _ = mxfp4(5, 48, 8, 4, 2)
-    assert widened_tile(31, 32) is None and widened_tile(257, 32) is None
-    assert [widened_tile(pairs, 32).rows for pairs in (32, 128, 129, 256)] == [8, 8, 16, 16]
+    assert widened_tile(31, 32) is None and widened_tile(385, 32) is None
+    assert [widened_tile(pairs, 32).rows for pairs in (32, 128, 129, 384)] == [8, 8, 16, 16]
     down.scales = down.scales.float()
     assert not takes_widened(x, gate_up, down)

@@ -253,7 +253,7 @@ class WidenedTile(NamedTuple):
 
 def widened_tile(pairs: int, count: int) -> WidenedTile | None:
     """By the rows that an expert has on average: where these products take less than others (measured on an H200 with 32)."""
-    if pairs < count or pairs > 8 * count:
+    if pairs < count or pairs > 12 * count:
         return None
     return WidenedTile(8, 1, 4, 1, 2, 3, True, 128) if pairs <= 4 * count else WidenedTile(16, 2, 8, 2, 1, 2, False, 128)
 
