@@ -105,6 +105,30 @@ def test_split_of_several_rows() -> None:
         close(run_split(case, tokens=tokens), reference(case))
 
 
+@pytest.mark.parametrize("narrow", [False, True])
+def test_parts_in_order(narrow: bool) -> None:
+    """As without an order, bit for bit, in all replays; more parts than programs, and sequences without tokens."""
+    lens = [(0, 1, 63, 700, 64, 1500, 333, 1600, 9000, 2500)[(3 * i + i // 10) % 10] for i in range(200)]
+    case = paged_case([1] * len(lens), lens, 32, 8, 128, 64, dtype=BF16, device="cuda")
+    want = reference(case)
+    if narrow:
+        case, wide = in_fp8(case)
+        want = reference(wide)
+    plain, space = (split_space(len(lens), 32, 8, 128, DEVICE) for _ in range(2))
+    plain.order = None
+    first = run_split(case, plain, max_context=9000)
+    close(first, want)
+    out, graph = torch.empty_like(first), torch.cuda.CUDAGraph()
+    assert torch.equal(run_split(case, space, max_context=9000), first)
+    with torch.cuda.graph(graph):
+        for ordered in (False, True):
+            run_split(case, space, max_context=9000, out=out, ordered=ordered)
+    for _ in range(50):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, first)
+
+
 @pytest.mark.parametrize("context", [32768, 131072])
 def test_long_contexts(context: int) -> None:
     decode = paged_case([1, 1], [context, 5], 16, 8, 128, 64, dtype=BF16, device="cuda")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from headrace.kernels.attention_decode import max_tokens
+from headrace.kernels.attention_decode import ORDERED_FROM, SplitTile, max_tokens
 from headrace.kernels.attention_prefill import VarlenTile
 from headrace.kernels.split import choose_chunk, num_slots, split_space
 from kernel_cases import PagedCase, attention_reference, paged_case, run_split, run_varlen
@@ -138,3 +140,19 @@ def test_prefill_of_many_sequences_and_padding() -> None:
     case = paged_case(lens, contexts, 1, 1, 16, 16)
     got = varlen(case)
     close(got, attention_reference(case, SCALE))
+
+
+@pytest.mark.parametrize("chunk", [32, 64, 128])
+def test_parts_in_order_give_the_same_bits(chunk: int) -> None:
+    lens = [(1, 5, 40, 64, 65, 130, 300, 0)[(3 * i + i // 8) % 8] for i in range(ORDERED_FROM + 6)]
+    case = paged_case([1] * len(lens), lens, 4, 2, 32, 16)
+    options = {"chunk": chunk, "tile": SplitTile(16, 4, 2), "max_context": 400}
+    space, plain = (split_space(len(lens), 4, 2, 32, torch.device("cpu")) for _ in range(2))
+    plain.order = None
+    got = split(case, space, **options)
+    assert torch.equal(got, split(case, plain, **options))
+    close(got, attention_reference(case, SCALE))
+    sizes = [max(1, math.ceil(math.ceil(n / max(1, (n + chunk // 2) // chunk)) / 16)) * 16 for n in lens]
+    parts = [max(1, -(-n // size)) for n, size in zip(lens, sizes, strict=True)]
+    want = [s | p << 16 for s in sorted(range(len(lens)), key=lambda s: (-sizes[s], s)) for p in range(parts[s])]
+    assert space.order is not None and space.order[: len(want) + 1].tolist() == [len(want), *want]

@@ -109,12 +109,13 @@ class TritonAttention(AttentionBackend):
         self.roles: Any = None  # the kernel with roles for warps, where there is one
         self.workspace: SplitSpace | None = None
         self.runs: list[Run] = []
+        self.ordered: tuple[Run, int] | None = None  # whose parts the workspace has in order, behind so many heads
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """Device memory that this backend keeps, for the memory plan."""
         m = self.model
         seqs = max_num_seqs + 1
-        return 4 * (num_slots(seqs) * m.num_heads * (m.head_dim + 1) + seqs * self.kv_heads)
+        return 4 * (num_slots(seqs) * (m.num_heads * (m.head_dim + 1) + 1) + seqs * self.kv_heads + 1)
 
     def begin(self, batch: ForwardBatch, kv: KVCache) -> None:
         m = self.model
@@ -122,6 +123,7 @@ class TritonAttention(AttentionBackend):
             self.roles = find_roles(self.device)
             seqs = max(batch.block_tables.shape[0], batch.num_seqs)
             self.workspace = split_space(seqs, m.num_heads, self.kv_heads, m.head_dim, self.device)
+        self.ordered = None
         small = m.head_dim <= ONE_LAUNCH_DIM and kv.k[0].element_size() > 1
         self.runs = runs_of_any(batch, small) if batch.context_bound else plan_runs(batch, self.group)
 
@@ -142,9 +144,14 @@ class TritonAttention(AttentionBackend):
         args = (q, kv.k[layer], kv.v[layer], out, batch.block_tables, batch.seq_slots, batch.query_start, batch.seq_lens)
         if run.kind == "split":
             assert self.workspace is not None
+            what = run, kv.k[layer].shape[2]
+            ordered = self.ordered == what
+            if not window:
+                self.ordered = what
             split_attention(
                 *args, self.workspace, first_seq=run.first_seq, num_seqs=run.num_seqs, tokens=run.tokens,
                 max_context=run.context, scale=scale, window=window, softcap=softcap, scales=kv.scales[layer], sinks=sinks,
+                ordered=ordered,
             )  # fmt: skip
         elif self.takes_roles(run, q, kv.k[layer], softcap, sinks):
             self.roles.roles_attention(

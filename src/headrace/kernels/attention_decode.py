@@ -2,6 +2,7 @@
 
     grid = (kv heads, parts, sequences); a program takes one part of one sequence's context for all query heads that share a
     kv head (GQA packed into the rows of one matrix product)
+    grid = (kv heads, parts of all) of many sequences: the longest parts come first
 
 The grid has as many parts as the longest context that may come; programs past a sequence's end leave at once. So one CUDA
 graph serves every mix of lengths, and a long context is spread over many programs whatever the batch. A sequence of one
@@ -31,11 +32,52 @@ from headrace.kernels.launch import (
 )
 from headrace.kernels.split import MERGE_ELEMENTS, SplitSpace, choose_chunk, count_part, merge_attention
 
+# So many sequences and more have their parts in order, the longest first: then those that end last are short, and what is
+# past the ends takes no places among others. There are programs for half as many parts again as sequences, and some more;
+# where there are more parts, a program takes several.
+ORDERED_FROM, MORE_PARTS = 48, 64
+OWN = 16  # sequences of a program that finds their places in the order
 MAX_ROWS = 64  # tokens of a sequence times query heads of a kv head
 
 
-@jit(do_not_specialize=["first_seq", "window"])
-def _split_attention(
+@jit
+def _parts_of(length, chunk, TILE: tl.constexpr):
+    """Size and number of equal parts of half to one and a half chunks: what is just past a chunk's end is not worth a merge."""
+    wanted = tl.maximum((length + chunk // 2) // chunk, 1)
+    size = tl.maximum(tl.cdiv(tl.cdiv(length, wanted), TILE), 1) * TILE
+    return size, tl.cdiv(length, size)
+
+
+@jit(do_not_specialize=["first_seq", "num_seqs"])
+def _order_parts(lens_ptr, order_ptr, first_seq, num_seqs, chunk, TILE: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
+    seq = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    n = tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+    size, parts = _parts_of(tl.load(lens_ptr + first_seq + seq, mask=seq < num_seqs, other=0), chunk, TILE)
+    parts = tl.maximum(parts, 1)  # of a sequence without tokens one that writes zeros
+    place = tl.full([OWN], 1, tl.int32)
+    count = 0
+    for s0 in range(0, num_seqs, BLOCK):
+        other = s0 + n
+        others_size, others = _parts_of(tl.load(lens_ptr + first_seq + other, mask=other < num_seqs, other=0), chunk, TILE)
+        others = tl.where(other < num_seqs, tl.maximum(others, 1), 0)
+        earlier = (others_size[None, :] == size[:, None]) & (other[None, :] < seq[:, None])
+        before = (others_size[None, :] > size[:, None]) | earlier
+        place += tl.sum(tl.where(before, others[None, :], 0), 1)
+        count += tl.sum(others, 0)
+    for part in range(0, tl.max(tl.where(seq < num_seqs, parts, 0), 0)):
+        tl.store(order_ptr + place + part, seq | part << 16, mask=(seq < num_seqs) & (part < parts))
+    if tl.program_id(0) == 0:
+        tl.store(order_ptr, count)
+    if PDL:
+        gdc_launch_dependents()
+
+
+@jit
+def _attend_part(
+    head, part, local_seq, max_parts,
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, partials_ptr, lse_ptr, tickets_ptr,
     tables_ptr, slots_ptr, query_start_ptr, lens_ptr, first_seq, scale, softcap, window, chunk,
     q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
@@ -43,11 +85,9 @@ def _split_attention(
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, MERGE_ROWS: tl.constexpr,
     MERGE_CHUNKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
-    part = tl.program_id(1)
-    max_parts = tl.num_programs(1)
-    local_seq = tl.program_id(2)
+    """One part of one sequence's context for the query heads of a kv head."""
     seq = first_seq + local_seq
     length = tl.load(lens_ptr + seq)
     if TOKENS == 1:
@@ -59,12 +99,9 @@ def _split_attention(
     lo = 0
     if WINDOW:  # nothing before the first token's window is touched
         lo = tl.maximum(length - num_tokens + 1 - window, 0) // TILE * TILE
-    # equal parts of half to one and a half chunks: a sequence just past a chunk's end is not worth a merge
-    wanted = tl.maximum((length - lo + chunk // 2) // chunk, 1)
-    size = tl.maximum(tl.cdiv(tl.cdiv(length - lo, wanted), TILE), 1) * TILE
+    size, num_parts = _parts_of(length - lo, chunk, TILE)
     start = lo + part * size
-    num_parts = tl.cdiv(length - lo, size)
-    if PDL:
+    if PDL and not ORDERED:
         gdc_wait()
     # of more rows than the launch is for: another kernel's
     if ((start < length) | (part == 0)) & (num_tokens <= TOKENS):
@@ -166,6 +203,43 @@ def _split_attention(
                     out, partials_ptr, lse_ptr, base, num_parts, num_tokens, out_stride, GROUP, HEAD_DIM, DIM, TOKENS,
                     MERGE_ROWS, MERGE_CHUNKS,
                 )  # fmt: skip
+
+
+@jit(do_not_specialize=["first_seq", "window", "max_parts"])
+def _split_attention(
+    order_ptr, max_parts,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, partials_ptr, lse_ptr, tickets_ptr,
+    tables_ptr, slots_ptr, query_start_ptr, lens_ptr, first_seq, scale, softcap, window, chunk,
+    q_stride, out_stride, block_stride, token_stride, head_stride, table_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    MERGE_CHUNKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FP8: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    ORDERED: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    if ORDERED:
+        if PDL:
+            gdc_wait()
+        for at in tl.range(tl.program_id(1), tl.load(order_ptr), tl.num_programs(1), disable_licm=True):
+            entry = tl.load(order_ptr + 1 + at)
+            _attend_part(
+                head, entry >> 16, entry & 0xFFFF, max_parts,
+                q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, partials_ptr, lse_ptr,
+                tickets_ptr, tables_ptr, slots_ptr, query_start_ptr, lens_ptr, first_seq, scale, softcap, window,
+                chunk, q_stride, out_stride, block_stride, token_stride, head_stride, table_stride, KV_HEADS, GROUP,
+                HEAD_DIM, DIM, COLUMNS, BLOCK, TOKENS, ROWS, TILE, MERGE_ROWS, MERGE_CHUNKS, WINDOW, SOFTCAP, SINKS,
+                FP8, PRECISION, PDL, ORDERED,
+            )  # fmt: skip
+    else:
+        _attend_part(
+            head, tl.program_id(1), tl.program_id(2), max_parts,
+            q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, sinks_ptr, out_ptr, partials_ptr, lse_ptr,
+            tickets_ptr, tables_ptr, slots_ptr, query_start_ptr, lens_ptr, first_seq, scale, softcap, window,
+            chunk, q_stride, out_stride, block_stride, token_stride, head_stride, table_stride, KV_HEADS, GROUP,
+            HEAD_DIM, DIM, COLUMNS, BLOCK, TOKENS, ROWS, TILE, MERGE_ROWS, MERGE_CHUNKS, WINDOW, SOFTCAP, SINKS,
+            FP8, PRECISION, PDL, ORDERED,
+        )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
 
@@ -199,7 +273,7 @@ def split_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, block_tables: Tensor, seq_slots: Tensor, query_start: Tensor,
     seq_lens: Tensor, space: SplitSpace, *, first_seq: int, num_seqs: int, tokens: int, max_context: int, scale: float,
     window: int = 0, softcap: float = 0.0, scales: Scales = (None, None), sinks: Tensor | None = None,
-    chunk: int | None = None, tile: SplitTile | None = None,
+    chunk: int | None = None, tile: SplitTile | None = None, ordered: bool = False,
 ) -> None:  # fmt: skip
     """Attention of those of the sequences first_seq .. first_seq + num_seqs that have at most `tokens` rows, into `out`.
 
@@ -208,7 +282,8 @@ def split_attention(
     [S] int32; query_start [S + 1] int32; seq_lens [S] int32. A sequence's rows are its last positions and see all before and
     themselves, the last `window` of them if window > 0. With tokens == 1 sequence s has row s, and no other. seq_lens 0: its
     rows become 0, nothing is read. sinks [num_heads] float32: as of AttentionBackend.attend. max_context bounds seq_lens; it
-    and the host ints are fixed in a CUDA graph. Only `space` is written too.
+    and the host ints are fixed in a CUDA graph. Only `space` is written too. `ordered`: the last
+    launch in it without a window was of the same sequences, lengths and sizes.
     """
     num_heads, head_dim = q.shape[-2:]
     kv_heads, group = k_cache.shape[2], num_heads // k_cache.shape[2]
@@ -227,14 +302,23 @@ def split_attention(
     if chunk % tile.keys or (parts > 1 and num_seqs * tokens * parts > slots):
         raise ValueError(f"chunk {chunk} does not suit {num_seqs} sequences of {context} tokens")
     merge_rows = next_power_of_2(real_rows)
-    _split_attention[(kv_heads, parts, num_seqs)](
+    in_order = space.order is not None and not window and num_seqs >= ORDERED_FROM
+    grid: tuple[int, ...] = (kv_heads, parts, num_seqs)
+    if in_order:
+        grid = (kv_heads, min(num_seqs * parts, num_seqs + max(MORE_PARTS, num_seqs // 2)))
+        if not ordered:
+            _order_parts[(-(-num_seqs // OWN),)](
+                seq_lens, space.order, first_seq, num_seqs, chunk, TILE=tile.keys, OWN=OWN, BLOCK=128, **pdl(q)
+            )
+    _split_attention[grid](
+        space.order if in_order else None, parts,
         q, k_cache, v_cache, *scales, sinks, out, space.partials, space.lse, space.tickets,
         block_tables, seq_slots, query_start, seq_lens, first_seq, scale, softcap, window, chunk,
         q.stride(0), out.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, DIM=dim, COLUMNS=dim // 2 if kind else dim,
         BLOCK=k_cache.shape[1], TOKENS=tokens, ROWS=rows, TILE=tile.keys, MERGE_ROWS=merge_rows,
         MERGE_CHUNKS=max(1, MERGE_ELEMENTS // (merge_rows * dim)),
-        WINDOW=window > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None, FP8=kind,
+        WINDOW=window > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None, FP8=kind, ORDERED=in_order,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(q),
     )  # fmt: skip

@@ -22,10 +22,11 @@ class SplitSpace:
     `lse` (base 2) is for attention, whose parts are weighed by their exponential sums. The tickets are 0 between launches.
     """
 
-    def __init__(self, elements: int, tickets: int, device: torch.device, lse: int = 0):
+    def __init__(self, elements: int, tickets: int, device: torch.device, lse: int = 0, order: int = 0):
         self.partials = torch.empty(elements, dtype=torch.float32, device=device)
         self.lse = torch.empty(lse, dtype=torch.float32, device=device)
         self.tickets = torch.zeros(tickets, dtype=torch.int32, device=device)
+        self.order = torch.zeros(order, dtype=torch.int32, device=device) if order else None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -40,8 +41,9 @@ def num_slots(max_num_seqs: int) -> int:
 
 def split_space(max_num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> SplitSpace:
     """For attention_decode.split_attention of up to that many sequences."""
-    sums = num_slots(max_num_seqs) * num_heads
-    return SplitSpace(sums * head_dim, max_num_seqs * num_kv_heads, device, lse=sums)
+    slots = num_slots(max_num_seqs)
+    sums = slots * num_heads
+    return SplitSpace(sums * head_dim, max_num_seqs * num_kv_heads, device, lse=sums, order=slots + 1)
 
 
 def choose_chunk(num_seqs: int, tokens: int, kv_heads: int, context: int, multiprocessors: int, slots: int) -> int:
