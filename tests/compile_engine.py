@@ -31,6 +31,7 @@ from headrace.config import EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
 from headrace.kernels import launch
+from headrace.model import linear
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.shard import Shard
@@ -68,11 +69,12 @@ def main(directory: str) -> None:
         intermediate_size=256,
     )  # fmt: skip
     forwards.select_attention = lambda name, model, device, *_: (TritonAttention(model, device), "the one that is tested")
+    linear.on_gpu = lambda tensor: True  # products as on a card
     core = make_core(
         path, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_num_seqs=64, max_model_len=2304,
         block_size=64, max_num_batched_tokens=2048, num_kv_blocks=1200, enforce_eager=True,
     )  # fmt: skip
-    core.runner.state.align = ALIGN  # as on a card
+    core.runner.state.align, core.runner.decoder.lm_head.into = ALIGN, None  # as on a card, but logits have no place
     no_device.install(90)
     launch._KNOWN = False  # a compiled form is not launched again
     sampler.choose = choose

@@ -17,6 +17,7 @@ from headrace.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
 from headrace.kernels.qkv import qkv_rope_write
 from headrace.kernels.split import split_space
 from headrace.model.config import ModelConfig, RopeConfig
+from headrace.model.linear import MatrixLinear
 from headrace.model.vocabulary import embed
 from kernel_cases import (
     PagedCase,
@@ -127,6 +128,25 @@ def test_parts_in_order(narrow: bool) -> None:
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, first)
+
+
+@pytest.mark.parametrize(("columns", "width", "rows"), [(4096, 12288, 65), (4096, 4096, 256), (5120, 25600, 128), (1024, 2048, 512), (3584, 18944, 100)])
+def test_halves_of_a_sum(columns: int, width: int, rows: int) -> None:
+    """As exact as the whole sum, and the same bits in all replays."""
+    matrix = torch.randn((columns, width), device=DEVICE).mul_(width**-0.5).to(BF16)
+    x, residual = (torch.randn((rows, n), device=DEVICE).to(BF16) for n in (width, columns))
+    weight, out, graph = torch.ones(columns, dtype=BF16, device=DEVICE), torch.empty_like(residual), torch.cuda.CUDAGraph()
+    halves = MatrixLinear(matrix).halves(rows)
+    assert halves is not None
+    normed, total = add_rms_norm(halves(x), residual, weight, 1e-6)
+    close(total, x.float() @ matrix.float().t() + residual.float())
+    close(normed, rms_norm_reference(total, weight, 1e-6))
+    with torch.cuda.graph(graph):
+        out.copy_(add_rms_norm(halves(x), residual, weight, 1e-6)[1])
+    for _ in range(50):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, total)
 
 
 @pytest.mark.parametrize("context", [32768, 131072])

@@ -18,7 +18,7 @@ from headrace.kernels.norm import (
     rms_norm_triton,
 )
 from headrace.kernels.qkv import qkv_rope_write_triton
-from headrace.model import decoder
+from headrace.model import decoder, linear
 from headrace.model.linear import MatrixLinear, make_linear
 from kernel_cases import check_qkv, flat_cache
 from model_harness import Sequences, load_tiny
@@ -58,6 +58,11 @@ def test_add_rms_norm(offset: float, scale: float, dtype: torch.dtype, tolerance
     close(normed, want, tolerance)
     close(total, want_total, tolerance)
     assert torch.equal(residual, before), "the residual is not changed in place"
+    parts = torch.stack((x - 1, torch.ones_like(x)))
+    normed, total = add_rms_norm_triton(parts, residual, weight, 1e-6, offset, scale, post)
+    want, want_total = add_rms_norm_reference(parts, residual, weight, 1e-6, offset, scale, post)
+    close(normed, want, tolerance)
+    close(total, want_total, tolerance)
 
 
 @pytest.mark.parametrize("tile", [NormTile(1, 1), NormTile(4, 2)])
@@ -126,8 +131,9 @@ GEMMA4 = {  # inputs of layers; values of their own, those that are keys, and an
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize("family, settings", [("qwen3", {}), ("olmo2", {}), ("gemma4", GEMMA4)])
-def test_decoder_on_kernels(family: str, settings: dict, tmp_path, monkeypatch) -> None:
+def test_decoder_on_kernels(family: str, settings: dict, halved: bool, tmp_path, monkeypatch) -> None:
     """The decoder as a GPU runs it, products that add in place and few wanted rows included, against the torch decoder."""
     config, weights = load_tiny(write_tiny(family, tmp_path, **settings))
     ids = [3 + 7 * i % 50 for i in range(30)]
@@ -140,6 +146,7 @@ def test_decoder_on_kernels(family: str, settings: dict, tmp_path, monkeypatch) 
     want = [logits[rows] for work, wanted in steps for logits, rows in zip(run.step(work), wanted, strict=True)]
     for module in (activation, decoder, norm, qkv):
         monkeypatch.setattr(module, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(linear, "halves_fit", lambda rows, matrix: halved)
     run = Sequences(
         config, weights, max_len=64, block_size=16, attention=TritonAttention(config, torch.device("cpu")),
         make=lambda weight, bias, _: MatrixLinear(weight.data) if bias is None else make_linear(weight, bias),

@@ -42,7 +42,7 @@ def test_equals_the_product(dtype, shape, with_bias):
         assert ((got - exact).abs() <= 4 * torch.finfo(dtype).eps * summands).all()
 
 
-@pytest.mark.parametrize("kind", [MatrixLinear, lambda w, reduce=None: make_linear(Weight(w), None, reduce)])
+@pytest.mark.parametrize("kind", [MatrixLinear, lambda weight: make_linear(Weight(weight))])
 def test_parts_of_a_matrix_add_up(kind):
     """Columns split over two, each with half of the input: the sum of their partial products, and nothing is added twice."""
     weight, x, total = torch.randn(40, 24), torch.randn(5, 24), torch.randn(5, 40)
@@ -51,7 +51,7 @@ def test_parts_of_a_matrix_add_up(kind):
     def reduce(partial: torch.Tensor) -> torch.Tensor:
         return partial + halves[1].product(x[:, 16:])
 
-    halves += [kind(weight[:, :16].contiguous(), reduce), kind(weight[:, 16:].contiguous())]
+    halves += [make_linear(Weight(weight[:, :16].contiguous()), None, reduce), kind(weight[:, 16:].contiguous())]
     exact = x.double() @ weight.double().T
     torch.testing.assert_close(halves[0](x[:, :16]).double(), exact, rtol=1e-5, atol=1e-5)
     whole = kind(weight)
@@ -133,3 +133,16 @@ def test_half_precision_follows_float32(family, dtype, tmp_path):
     assert got.dtype == torch.float32
     scale = exact.std()
     assert (got - exact).std() <= (0.06 if dtype == torch.bfloat16 else 0.01) * scale
+
+
+def test_halves_of_a_sum_add_up_where_they_fit():
+    weight, x = torch.randn(640, 512).bfloat16(), torch.randn(100, 512).bfloat16()
+    linear = MatrixLinear(weight)
+    halves = linear.halves(100)
+    assert halves is not None and halves(x).shape == (2, 100, 640)
+    exact = x.double() @ weight.double().T
+    assert (halves(x).double().sum(0) - exact).norm() <= 0.004 * exact.norm()
+    assert linear.halves(64) is None and linear.halves(513) is None and linear.halves(512) is not None
+    assert MatrixLinear(torch.empty(5120, 512, dtype=torch.bfloat16)).halves(129) is None, "80 tiles, twice"
+    assert MatrixLinear(weight.float()).halves(100) is None and MatrixLinear(weight[:, :500]).halves(100) is None
+    assert make_linear(Weight(weight)).halves(100) is None, "on a CPU"

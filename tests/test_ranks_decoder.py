@@ -110,7 +110,7 @@ def test_a_part_of_a_sum_is_not_added_before_it_is_summed(tmp_path: Path):
     config, ids = model_config_from_hf(checkpoint.config), tokens(9)
 
     def make(weight, bias, reduce):
-        return MatrixLinear(weight.data, reduce) if bias is None else make_linear(weight, bias, reduce)
+        return MatrixLinear(weight.data) if bias is None and reduce is None else make_linear(weight, bias, reduce)
 
     def logits(group: ThreadGroup) -> torch.Tensor:
         weights = load_model(checkpoint, config, torch.float32, CPU, shard=group.shard)

@@ -41,9 +41,8 @@ from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
 from headrace.model.decoder_weights import DecoderWeights
-from headrace.model.linear import Linear, MakeLinear, NarrowLinear, Reduce, make_linear
+from headrace.model.linear import MakeLinear, make_linear
 from headrace.model.shard import WHOLE
-from headrace.model.weight import Weight
 from headrace.sampling.params import GREEDY_EPS
 from headrace.sampling.philox import PURPOSE_SAMPLE
 from headrace.scheduler.config import Limits
@@ -90,7 +89,7 @@ class Stage:
         model, limits, weights = played.model, played.limits, played.weights
         self.model, self.limits, self.eager = model, limits, played.eager
         self.dtype = weights.embedding.dtype
-        narrow, make = played.cache_dtype == fp8.DTYPE, cast(MakeLinear, _linear)
+        narrow, make = played.cache_dtype == fp8.DTYPE, cast(MakeLinear, make_linear)
         self.attention = _backend(model, narrow)
         self.adapters: AdapterPool | None = None
         self.expert_slots: int | None = None  # of adapters of experts
@@ -100,7 +99,7 @@ class Stage:
                 model, WHOLE, slots, rank, limits.max_num_batched_tokens, self.dtype, META, of_experts
             )  # fmt: skip
             self.expert_slots = slots if of_experts else None
-            make = self.adapters.make(weights, _linear)
+            make = self.adapters.make(weights, make_linear)
         rows = summed_rows(model, limits)
         self.group = None if played.ranks == 1 else PlayedGroup(played.ranks, rows, model.hidden_size, self.dtype)
         self.fast = None if played.eager else self._fast_path(played)
@@ -282,11 +281,6 @@ def _backend(model: ModelConfig, narrow: bool) -> AttentionBackend:
     if model.latent is not None:
         return TritonLatentAttention(model, META)
     return (WidenedAttention if narrow else TritonAttention)(model, META)
-
-
-def _linear(weight: Weight, bias: Tensor | None = None, reduce: Reduce | None = None) -> Linear:
-    """As make_linear on a card."""
-    return make_linear(weight, bias, reduce) if weight.kind == "float" else NarrowLinear(weight, bias, reduce)
 
 
 def _cache(model: ModelConfig, block_size: int, dtype: torch.dtype) -> Any:

@@ -25,16 +25,19 @@ def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0, post: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `add_rms_norm`."""
+    if x.dim() > residual.dim():
+        x = x.float().sum(0)
     if post is not None:
-        x = rms_norm_reference(x, post, eps, offset)
-    residual = torch.add(residual, x, alpha=scale)
+        x = rms_norm_reference(x, post, eps, offset).to(residual.dtype)
+    residual = torch.add(residual, x, alpha=scale).to(residual.dtype)
     return rms_norm_reference(residual, weight, eps, offset), residual
 
 
 @jit(do_not_specialize=["num_rows"])
 def _rms_norm(
     x_ptr, residual_ptr, weight_ptr, post_ptr, out_ptr, sum_ptr, eps, offset, scale, x_stride, num_rows,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, POST: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr,
+    POST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -46,6 +49,8 @@ def _rms_norm(
         gdc_wait()
         gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + (part * num_rows + row) * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     if POST:  # rounded as by a kernel of its own
         x = x * tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / WIDTH + eps) * post
         x = x.to(sum_ptr.dtype.element_ty).to(tl.float32)
@@ -78,12 +83,12 @@ def default_tile(width: int) -> NormTile:
 
 def _launch(x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, offset: float,
             scale: float, add: bool, tile: NormTile | None, post: Tensor | None = None) -> None:  # fmt: skip
-    rows, width = x.shape
-    tile = tile or default_tile(width)
+    rows, width = x.shape[-2:]
+    tile, parts = tile or default_tile(width), len(x) if x.dim() == 3 else 1
     _launcher(
         -(-rows // tile.rows), (x, residual, weight, weight if post is None else post, out, total),
-        (eps, offset, scale, x.stride(0)), (rows,),
-        num_warps=tile.num_warps, WIDTH=width, BLOCK=next_power_of_2(width), ROWS=tile.rows, ADD=add, POST=post is not None,
+        (eps, offset, scale, x.stride(-2)), (rows,), num_warps=tile.num_warps, WIDTH=width,
+        BLOCK=next_power_of_2(width), ROWS=tile.rows, PARTS=parts, ADD=add, POST=post is not None,
     )  # fmt: skip
 
 
@@ -102,7 +107,7 @@ def add_rms_norm_triton(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `add_rms_norm`."""
     out, total = torch.empty_like(residual), torch.empty_like(residual)
-    if x.shape[0]:
+    if residual.shape[0]:
         _launch(x, residual, weight, out, total, eps, offset, scale, True, tile, post)
     return out, total
 
@@ -117,7 +122,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """new_residual = residual + scale * x; returns (RMSNorm(new_residual), new_residual), both [T, H] in x's dtype.
 
-    With a weight `post` [H] what is added is RMSNorm(x) by it, rounded to x's dtype.
+    x [T, H], or [P, T, H], contiguous: parts of a sum. With a weight `post` [H] what is added is RMSNorm(x) by it, rounded to
+    x's dtype.
     """
     run = add_rms_norm_triton if on_gpu(x) else add_rms_norm_reference
     return run(x, residual, weight, eps, offset, scale, post)

@@ -131,6 +131,8 @@ class Decoder:
         the sum for the next part (`following`), as its `reader` takes it. Returns (normed, residual)."""
         config = self.config
         if part.fuses_add and post is None and following is not None and config.residual_scale == 1.0:
+            if (halves := part.halves(x.shape[0])) is not None:
+                return add_norm(halves(x), residual, following, config.norm_eps, self.norm_offset)
             part.add_to(residual, x)
             return norm(residual, following, config.norm_eps, self.norm_offset), residual
         out = part(x)

@@ -66,6 +66,9 @@ class ExpertsMlp:
     def add_to(self, total: Tensor, x: Tensor) -> None:
         total += self(x)
 
+    def halves(self, rows: int) -> None:
+        return None
+
     def product(self, x: Tensor) -> Tensor:
         firsts = range(0, len(x), self.max_rows) if len(x) else (0,)
         parts = [self._rows(x[first : first + self.max_rows], self._adds(first, x)) for first in firsts]

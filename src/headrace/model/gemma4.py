@@ -123,6 +123,9 @@ class ClosingMlp:
         inner = act_mul(torch.cat((self.gate(total), self.rows), 1), self.activation)
         add_normed(total, self.back(inner), self.input_norm, self.eps, self.scalar)
 
+    def halves(self, rows: int) -> None:
+        return None
+
     def __call__(self, x: Tensor) -> Tensor:
         raise TypeError("what this part does is no addition to the residual stream")
 

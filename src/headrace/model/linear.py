@@ -9,15 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace.kernels.activation import Activation
+from headrace.kernels.halves import halves_fit, in_halves
+from headrace.kernels.launch import on_gpu
 from headrace.kernels.narrow_linear import NarrowProduct
+from headrace.model.packed import packed_product
 from headrace.model.weight import Weight, dequantized
 
-# Rows that oneDNN lays the packed weight out for. Eight is right for 1 to 128 (measured); prefill gains nothing elsewhere.
-_PACK_FOR_ROWS = 8
-# float32 is packed only for matrices of so many rows: below, plain sgemm is faster at one row and even at 32.
-_PACK_FLOAT32_ROWS = 16384
-
 Reduce = Callable[[Tensor], Tensor]  # partial products [T, out] -> their sum over all who hold a part of the matrix
+Product = Callable[[Tensor], Tensor]
 MakeLinear = Callable[[Weight, Tensor | None, Reduce | None], "Linear"]
 
 
@@ -44,22 +43,27 @@ class Linear:
         """total [T, out] += what a call gives, in place."""
         total += self(x)
 
+    def halves(self, rows: int) -> Product | None:
+        """x -> [2, T, out], whose sum a call gives, where so many rows take less time so and somebody adds it anyway."""
+        return None
+
 
 class MatrixLinear(Linear):
     """A product by cuBLAS, which can also add it to what is there: the sum is formed in float32 and rounded once."""
 
-    def __init__(self, weight: Tensor, reduce: Reduce | None = None):
+    fuses_add = True
+
+    def __init__(self, weight: Tensor):
         self.transposed = weight.t()
-        super().__init__(lambda x: torch.mm(x, self.transposed), reduce)
-        self.fuses_add = reduce is None
+        super().__init__(lambda x: torch.mm(x, self.transposed))
         self.into = lambda out, x: torch.mm(x, self.transposed, out=out)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """As Linear; a norm after it then reads and writes half of what it does with the sum."""
-        if self.fuses_add:
-            total.addmm_(x, self.transposed)
-        else:
-            super().add_to(total, x)
+        total.addmm_(x, self.transposed)
+
+    def halves(self, rows: int) -> Product | None:
+        return (lambda x: in_halves(x, self.transposed)) if halves_fit(rows, self.transposed) else None
 
 
 class NarrowLinear(Linear):
@@ -74,24 +78,15 @@ class NarrowLinear(Linear):
 
 
 def make_linear(weight: Weight, bias: Tensor | None = None, reduce: Reduce | None = None) -> Linear:
-    """The product by `weight`; on the CPU packed for oneDNN where that is faster, and what is narrow widened once. Raises
-    ValueError for a kind without one."""
+    """The product by `weight`, in the form that is fastest on its device. Raises ValueError for a kind without one."""
     matrix = weight.data
     if weight.kind != "float":
-        if matrix.is_cuda:
+        if on_gpu(matrix):
             return NarrowLinear(weight, bias, reduce)
         matrix, bias = dequantized(weight, torch.float32), None if bias is None else bias.float()
         return Linear(lambda x: F.linear(x.float(), matrix, bias).to(x.dtype), reduce)
-    if matrix.device.type == "cpu" and torch.backends.mkldnn.is_available():
-        bfloat16 = matrix.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        if bfloat16 or (matrix.dtype == torch.float32 and matrix.shape[0] >= _PACK_FLOAT32_ROWS):
-            return Linear(_packed(matrix, bias), reduce)
-    if matrix.is_cuda and bias is None:
-        return MatrixLinear(matrix, reduce)
+    if on_gpu(matrix) and bias is None and reduce is None:
+        return MatrixLinear(matrix)
+    if (packed := packed_product(matrix, bias)) is not None:
+        return Linear(packed, reduce)
     return Linear(lambda x: F.linear(x, matrix, bias), reduce)
-
-
-def _packed(matrix: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    packed = torch.ops.mkldnn._reorder_linear_weight(matrix, _PACK_FOR_ROWS)
-    multiply = torch.ops.mkldnn._linear_pointwise
-    return lambda x: multiply(x, packed, bias, "none", [], "")

@@ -63,12 +63,13 @@ def add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0,
     post: Tensor | None = None, reader: Any = None,
 ) -> tuple[Any, Tensor]:  # fmt: skip
-    """residual + scale * x, and its `norm`: (normed, new residual), both [T, H]. With `post` x is normed by that before.
-    Many rows come in FP8, as `Rounded`, where their `reader` takes them so."""
+    """residual + scale * x, and its `norm`: (normed, new residual), both [T, H]. With `post` x is normed by that before; it
+    may be [P, T, H], parts of a sum. Many rows come in FP8, as `Rounded`, where their `reader` takes them so."""
     if getattr(reader, "takes_rounded", False) and post is None and weight.shape[0] == residual.shape[-1] and rounds(residual):
         return quantize_normed(x, residual, weight, eps, offset, scale)
     if weight.shape[0] == residual.shape[-1] and (post is None or post.shape == weight.shape):
         return add_rms_norm(x, residual, weight, eps, offset, scale, post)
+    x = x if x.dim() == residual.dim() else x.sum(0)
     x = x if post is None else norm(x, post, eps, offset)
     residual = torch.add(residual, x, alpha=scale)
     return norm(residual, weight, eps, offset), residual

@@ -38,3 +38,6 @@ class Nothing:
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """`total` stays what it is."""
+
+    def halves(self, rows: int) -> None:
+        return None
