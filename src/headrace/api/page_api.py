@@ -51,7 +51,7 @@ class SceneRoutes:
             "kill_core": self._kill_core is not None,
             "num_blocks": None if info is None else info.num_blocks, "block_size": None if info is None else info.block_size,
             "kv_token_bytes": 2 * sum(of.heads * (of.k_dim + of.v_dim) for of in model.kv_shapes),  # of 16 bits
-            "budget": config.max_num_batched_tokens or (16384 if info is not None and info.device.startswith("cuda") else 2048),
+            "budget": config.max_num_batched_tokens or (8192 if info is not None and info.device.startswith("cuda") else 2048),
             "counters": {
                 "steps": stats.steps, "preemptions": stats.preemptions, "drafts": stats.drafts,
                 "draft_tokens": stats.draft_tokens, "accepted_tokens": stats.accepted_tokens, "restarts": engine.restarts,

@@ -399,7 +399,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> L
         logger.warning("no KV cache events: whether a prefix of this model can be gone on from, its blocks do not tell")
     return Limits(
         max_num_seqs=seats,
-        max_num_batched_tokens=config.max_num_batched_tokens or (16384 if device.type == "cuda" else 2048),
+        max_num_batched_tokens=config.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048),
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,
