@@ -130,7 +130,7 @@ def test_parts_in_order(narrow: bool) -> None:
         assert torch.equal(out, first)
 
 
-@pytest.mark.parametrize(("columns", "width", "rows"), [(4096, 12288, 65), (4096, 4096, 256), (5120, 25600, 128), (1024, 2048, 512), (3584, 18944, 100)])
+@pytest.mark.parametrize(("columns", "width", "rows"), [(4096, 12288, 65), (4096, 12288, 576), (4096, 4096, 256), (5120, 25600, 128), (1024, 2048, 512), (3584, 18944, 100)])
 def test_halves_of_a_sum(columns: int, width: int, rows: int) -> None:
     """As exact as the whole sum, and the same bits in all replays."""
     matrix = torch.randn((columns, width), device=DEVICE).mul_(width**-0.5).to(BF16)

@@ -144,5 +144,7 @@ def test_halves_of_a_sum_add_up_where_they_fit():
     assert (halves(x).double().sum(0) - exact).norm() <= 0.004 * exact.norm()
     assert linear.halves(64) is None and linear.halves(513) is None and linear.halves(512) is not None
     assert MatrixLinear(torch.empty(5120, 512, dtype=torch.bfloat16)).halves(129) is None, "80 tiles, twice"
+    long = MatrixLinear(torch.empty(4096, 8448, dtype=torch.bfloat16))
+    assert [rows for rows in (256, 257, 512, 513, 576, 577) if long.halves(rows)] == [256, 513, 576]
     assert MatrixLinear(weight.float()).halves(100) is None and MatrixLinear(weight[:, :500]).halves(100) is None
     assert make_linear(Weight(weight)).halves(100) is None, "on a CPU"
