@@ -207,13 +207,14 @@ class PlayedRoles:
                 out[first : min(end, first + 16)] = x[first : min(end, first + 16), back].float() @ w[expert].T
         return out
 
-    def glu(self, x, weight, bias, pairs, out, columns, *, chosen, clamp, factors) -> None:
-        assert bias is None and factors is None and not x[: len(x) // 2, self.placed[: x.shape[1]] >= 200].any()
+    def glu(self, x, weight, bias, pairs, out, columns, inner, *, chosen, clamp, factors) -> None:
+        assert bias is None and factors is None and (columns, inner) == (120, 200) and not x[: len(x) // 2, self.placed[: x.shape[1]] >= 200].any()
         gate, up = self.products(x, weight, pairs).chunk(2, -1)
         y = torch.nn.functional.pad(gated_reference(gate, up, "silu", clamp), (0, out.shape[1] - columns))
         out.copy_(y[:, self.placed[: out.shape[1]]])
 
-    def down(self, x, weight, bias, pairs, shares, out) -> None:
+    def down(self, x, weight, bias, pairs, shares, out, inner) -> None:
+        assert inner == 120
         order = torch.where((pairs.order >= 0) & (pairs.order < len(out)), pairs.order, 0).long()
         out[order] = (self.products(x, weight, pairs) * shares.flatten()[order, None]).to(out.dtype)
 

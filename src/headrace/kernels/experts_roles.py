@@ -74,7 +74,8 @@ _IN_ORDER = gl.constexpr(gl.DistributedLinearLayout(
 def _load(
     x_desc, w_desc, rings, at, STEPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """The one warp's part: each step's bytes of both groups' blocks, from `row` and from `next_row` on, and the rows of x."""
+    """The one warp's part: each step's bytes of 128 rows of the weights from `row` on and of 128 from `next_row` on, two boxes,
+    and the rows of x."""
     x_ring, w_ring, full, free = rings
     _of_expert, row, next_row, _column, place, _end = at
     for i in range(STEPS):
@@ -122,12 +123,33 @@ def _widen(block, scales, half: gl.constexpr, GLU: gl.constexpr, bytes: gl.const
 
 
 @gluon.jit
-def _add(acc, low, high, x_ring, stage, half: gl.constexpr, ROWS: gl.constexpr):
-    """Begins to add the products of half of a block with rows of x."""
+def _add(acc, low, high, x_ring, stage, half: gl.constexpr, ROWS: gl.constexpr, HIGH: gl.constexpr):
+    """Begins to add the products of half of a block with rows of x, of low halves alone or of both."""
     x_low = x_ring.index(2 * stage).slice(0, ROWS, 0).slice(32 * half, 32, 1)
-    x_high = x_ring.index(2 * stage + 1).slice(0, ROWS, 0).slice(32 * half, 32, 1)
     acc = warpgroup_mma(low, x_low.permute((1, 0)), acc, is_async=True)
-    return warpgroup_mma(high, x_high.permute((1, 0)), acc, is_async=True)
+    if HIGH:
+        x_high = x_ring.index(2 * stage + 1).slice(0, ROWS, 0).slice(32 * half, 32, 1)
+        acc = warpgroup_mma(high, x_high.permute((1, 0)), acc, is_async=True)
+    return acc
+
+
+@gluon.jit
+def _add_step(
+    above, below, low, high, one, other, of_above, of_below, x_ring, stage,
+    ROWS: gl.constexpr, HIGH: gl.constexpr, GLU: gl.constexpr, bytes: gl.constexpr, left: gl.constexpr,
+):  # fmt: skip
+    """Begins to add a step's products of both blocks; low and high are the first half of the block above. Those of the last
+    half of the block below, and nothing before, are still on their way in the end."""
+    LAST: gl.constexpr = 2 if HIGH else 1
+    above = _add(above, low, high, x_ring, stage, 0, ROWS, HIGH)
+    low, high = _widen(one, of_above, 1, GLU, bytes, left)
+    above = _add(above, low, high, x_ring, stage, 1, ROWS, HIGH)
+    above = warpgroup_mma_init(warpgroup_mma_wait(LAST, deps=[above]))
+    low, high = _widen(other, of_below, 0, GLU, bytes, left)
+    below = _add(below, low, high, x_ring, stage, 0, ROWS, HIGH)
+    above = warpgroup_mma_init(warpgroup_mma_wait(LAST, deps=[above]))
+    low, high = _widen(other, of_below, 1, GLU, bytes, left)
+    return above, _add(below, low, high, x_ring, stage, 1, ROWS, HIGH)
 
 
 @gluon.jit
@@ -142,10 +164,10 @@ def _store(y, out_ptr, target, ok, column, width, BLOCK_M: gl.constexpr, apart: 
 @gluon.jit
 def _multiply(
     group, rings, tensors, at, sizes, clamp,
-    GLU: gl.constexpr, CHOSEN: gl.constexpr, CLAMPED: gl.constexpr, STEPS: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    GLU: gl.constexpr, CHOSEN: gl.constexpr, CLAMPED: gl.constexpr, STEPS: gl.constexpr, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A group's part: its two blocks of 64 rows of the weights, from row + 64 * group and next_row + 64 * group on."""
+    """A group's part: its two blocks of 64 rows of the weights."""
     x_ring, w_ring, full, free = rings
     scales_ptr, bias_ptr, order_ptr, factors_ptr, shares_ptr, out_ptr = tensors
     of_expert, row, next_row, column, place, end = at
@@ -154,40 +176,48 @@ def _multiply(
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     apart: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     bytes: gl.constexpr = _IN_ORDER if GLU else _AS_THEY_ARE
-    r = 64 * group + gl.arange(0, 64, layout=gl.SliceLayout(1, bytes))
-    above_scales = scales_ptr + gl.minimum(row + r, total_rows - 1).to(gl.int64) * STEPS
-    below_scales = scales_ptr + gl.minimum(next_row + r, total_rows - 1).to(gl.int64) * STEPS
+    # its blocks: of gate and up 64 rows of each box, else all of one
+    box: gl.constexpr = 0 if GLU else group
+    next_box: gl.constexpr = 1 if GLU else group
+    start: gl.constexpr = 64 * group if GLU else 0
+    next_start: gl.constexpr = 64 * group if GLU else 64
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, bytes))
+    first_row = row + 64 * group if GLU else row + 128 * group
+    second_row = next_row + 64 * group if GLU else row + 128 * group + 64
+    above_scales = gl.minimum(first_row + r, total_rows - 1) * STEPS
+    below_scales = gl.minimum(second_row + r, total_rows - 1) * STEPS
     zeros = gl.full([64, BLOCK_M], 0.0, gl.float32, sums)
     above = warpgroup_mma_init(zeros)
     below = warpgroup_mma_init(zeros)
-    of_above = gl.load(above_scales)
-    of_below = gl.load(below_scales)
+    of_above = gl.load(scales_ptr + above_scales)
+    of_below = gl.load(scales_ptr + below_scales)
     mbarrier.wait(full.index(0), 0)
-    low, high = _widen(w_ring.index(0).slice(64 * group, 64, 0), of_above, 0, GLU, bytes, left)
-    for i in range(STEPS):
+    low, high = _widen(w_ring.index(box).slice(start, 64, 0), of_above, 0, GLU, bytes, left)
+    for i in range(STEPS - 1):
         stage = i % STAGES
-        one = w_ring.index(2 * stage).slice(64 * group, 64, 0)
-        other = w_ring.index(2 * stage + 1).slice(64 * group, 64, 0)
-        above = _add(above, low, high, x_ring, stage, 0, BLOCK_M)
-        low, high = _widen(one, of_above, 1, GLU, bytes, left)
-        of_above = gl.load(above_scales + gl.minimum(i + 1, STEPS - 1))
-        above = _add(above, low, high, x_ring, stage, 1, BLOCK_M)
-        above = warpgroup_mma_init(warpgroup_mma_wait(2, deps=[above]))
-        low, high = _widen(other, of_below, 0, GLU, bytes, left)
-        below = _add(below, low, high, x_ring, stage, 0, BLOCK_M)
-        above = warpgroup_mma_init(warpgroup_mma_wait(2, deps=[above]))
-        low, high = _widen(other, of_below, 1, GLU, bytes, left)
-        of_below = gl.load(below_scales + gl.minimum(i + 1, STEPS - 1))
-        below = _add(below, low, high, x_ring, stage, 1, BLOCK_M)
-        if i + 1 < STEPS:
-            after = (i + 1) % STAGES
-            mbarrier.wait(full.index(after), (i + 1) // STAGES & 1)
-            low, high = _widen(w_ring.index(2 * after).slice(64 * group, 64, 0), of_above, 0, GLU, bytes, left)
+        next_above = gl.load(scales_ptr + above_scales + i + 1)
+        next_below = gl.load(scales_ptr + below_scales + i + 1)
+        one = w_ring.index(2 * stage + box).slice(start, 64, 0)
+        other = w_ring.index(2 * stage + next_box).slice(next_start, 64, 0)
+        above, below = _add_step(
+            above, below, low, high, one, other, of_above, of_below, x_ring, stage, BLOCK_M, True, GLU, bytes, left
+        )  # fmt: skip
+        coming = (i + 1) % STAGES
+        mbarrier.wait(full.index(coming), (i + 1) // STAGES & 1)
+        low, high = _widen(w_ring.index(2 * coming + box).slice(start, 64, 0), next_above, 0, GLU, bytes, left)
+        of_above = next_above
+        of_below = next_below
         above, below = warpgroup_mma_wait(0, deps=[above, below])
         gl.thread_barrier()
         mbarrier.arrive(free.index(stage), count=1)
         above = warpgroup_mma_init(above)
         below = warpgroup_mma_init(below)
+    LAST: gl.constexpr = (STEPS - 1) % STAGES
+    one = w_ring.index(2 * LAST + box).slice(start, 64, 0)
+    other = w_ring.index(2 * LAST + next_box).slice(next_start, 64, 0)
+    above, below = _add_step(
+        above, below, low, high, one, other, of_above, of_below, x_ring, LAST, BLOCK_M, not HALF, GLU, bytes, left
+    )  # fmt: skip
     a, b = warpgroup_mma_wait(0, deps=[above, below])
     a = a * 4294967296.0
     b = b * 4294967296.0
@@ -198,7 +228,7 @@ def _multiply(
         a = a * factor
         b = b * factor
     r = gl.arange(0, 64, layout=gl.SliceLayout(1, sums))
-    r = column + 64 * group + (placed(r) if GLU else r)
+    r = column + (64 * group + placed(r) if GLU else 128 * group + r)
     if bias_ptr is not None:
         bias = bias_ptr + of_expert
         if GLU:
@@ -206,7 +236,7 @@ def _multiply(
             b = b + gl.load(bias + N + r, mask=r < N, other=0.0).to(gl.float32)[:, None]
         else:
             a = a + gl.load(bias + r, mask=r < N, other=0.0).to(gl.float32)[:, None]
-            b = b + gl.load(bias + r + 128, mask=r + 128 < N, other=0.0).to(gl.float32)[:, None]
+            b = b + gl.load(bias + r + 64, mask=r + 64 < N, other=0.0).to(gl.float32)[:, None]
     target = place + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, apart))
     ok = target < end
     if GLU:
@@ -221,8 +251,8 @@ def _multiply(
     else:
         share = gl.load(shares_ptr + pair)[None, :]
         target = gl.load(order_ptr + gl.minimum(target, end - 1))
-        _store(a * share, out_ptr, target, ok, column + 64 * group, out_width, BLOCK_M, apart)
-        _store(b * share, out_ptr, target, ok, column + 64 * group + 128, out_width, BLOCK_M, apart)
+        _store(a * share, out_ptr, target, ok, column + 128 * group, out_width, BLOCK_M, apart)
+        _store(b * share, out_ptr, target, ok, column + 128 * group + 64, out_width, BLOCK_M, apart)
 
 
 @gluon.jit
@@ -238,26 +268,51 @@ def _load_any(
 
 
 @gluon.jit
+def _rest(
+    group, rings, tensors, column, place, end, out_width,
+    GLU: gl.constexpr, STEPS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Instead of `_multiply`: what is loaded is free at once, and columns of the next product's x are 0."""
+    _x_ring, _w_ring, full, free = rings
+    _scales_ptr, _bias_ptr, _order_ptr, _factors_ptr, _shares_ptr, out_ptr = tensors
+    for i in range(STEPS):
+        mbarrier.wait(full.index(i % STAGES), i // STAGES & 1)
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(i % STAGES), count=1)
+    if GLU:
+        apart: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        target = place + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, apart))
+        columns = column + 64 * group + gl.arange(0, 64, layout=gl.SliceLayout(0, apart))
+        at = target.to(gl.int64)[:, None] * out_width + columns[None, :]
+        zeros = gl.full([BLOCK_M, 64], 0.0, gl.bfloat16, apart)
+        gl.store(out_ptr + at, zeros, mask=(target < end)[:, None] & (columns < out_width)[None, :])
+
+
+@gluon.jit
 def _multiply_any(
     group, rings, tensors, at, sizes, clamp, parts,
-    GLU: gl.constexpr, CHOSEN: gl.constexpr, CLAMPED: gl.constexpr, STEPS: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    GLU: gl.constexpr, CHOSEN: gl.constexpr, CLAMPED: gl.constexpr, STEPS: gl.constexpr, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """By products of 32 or 64 rows where the tile has no more: a sum is the same."""
-    if parts == 1:
-        _multiply(group, rings, tensors, at, sizes, clamp, GLU, CHOSEN, CLAMPED, STEPS, 32, STAGES)
+    """By products of 32 or 64 rows where the tile has no more: a sum is the same. A group behind the last column has none."""
+    _of_expert, _row, _next_row, column, place, end = at
+    N, _total_rows, out_width = sizes
+    if column + (64 if GLU else 128) * group >= N:
+        _rest(group, rings, tensors, column, place, end, out_width, GLU, STEPS, BLOCK_M, STAGES)
+    elif parts == 1:
+        _multiply(group, rings, tensors, at, sizes, clamp, GLU, CHOSEN, CLAMPED, STEPS, HALF, 32, STAGES)
     elif parts == 2:
-        _multiply(group, rings, tensors, at, sizes, clamp, GLU, CHOSEN, CLAMPED, STEPS, 64, STAGES)
+        _multiply(group, rings, tensors, at, sizes, clamp, GLU, CHOSEN, CLAMPED, STEPS, HALF, 64, STAGES)
     else:
-        _multiply(group, rings, tensors, at, sizes, clamp, GLU, CHOSEN, CLAMPED, STEPS, BLOCK_M, STAGES)
+        _multiply(group, rings, tensors, at, sizes, clamp, GLU, CHOSEN, CLAMPED, STEPS, HALF, BLOCK_M, STAGES)
 
 
 @gluon.jit(do_not_specialize=["clamp"])
 def _roles_tiles(
     x_desc, w_desc, scales_ptr, bias_ptr, order_ptr, tiles_ptr, factors_ptr, shares_ptr, out_ptr, N, total_rows, out_width,
     clamp,
-    GLU: gl.constexpr, CHOSEN: gl.constexpr, CLAMPED: gl.constexpr, STEPS: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
+    GLU: gl.constexpr, CHOSEN: gl.constexpr, CLAMPED: gl.constexpr, STEPS: gl.constexpr, HALF: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     if PDL:
         grid_dependency("wait")
@@ -292,8 +347,8 @@ def _roles_tiles(
     sizes = (N, total_rows, out_width)
     gl.warp_specialize(
         [
-            (_multiply_any, (0, rings, tensors, at, sizes, clamp, parts, GLU, CHOSEN, CLAMPED, STEPS, BLOCK_M, STAGES)),
-            (_multiply_any, (1, rings, tensors, at, sizes, clamp, parts, GLU, CHOSEN, CLAMPED, STEPS, BLOCK_M, STAGES)),
+            (_multiply_any, (0, rings, tensors, at, sizes, clamp, parts, GLU, CHOSEN, CLAMPED, STEPS, HALF, BLOCK_M, STAGES)),
+            (_multiply_any, (1, rings, tensors, at, sizes, clamp, parts, GLU, CHOSEN, CLAMPED, STEPS, HALF, BLOCK_M, STAGES)),
             (_load_any, (x_desc, w_desc, rings, at, parts, STEPS, BLOCK_M, STAGES)),
         ],
         [4, 1], [240, 24],  # warps and registers of a thread; the first group has as many as the second
@@ -311,22 +366,22 @@ def takes(x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, activation: str,
 
 
 def glu(
-    x: Tensor, weight: NarrowMatrix, bias: Tensor | None, pairs: Sorted, out: Tensor, columns: int, *, chosen: int,
+    x: Tensor, weight: NarrowMatrix, bias: Tensor | None, pairs: Sorted, out: Tensor, columns: int, inner: int, *, chosen: int,
     clamp: float, factors: Tensor | None,
 ) -> None:  # fmt: skip
-    """x [P, K] in the order of the sort, times `factors` [T] -> out [P, W], gated products in that order, 0 past `columns`; the
-    columns of both are `placed`."""
-    _launch(x, weight, bias, pairs, out, columns, chosen, clamp, factors, None)
+    """x [P, K] in the order of the sort, 0 past `inner`, times `factors` [T] -> out [P, W], gated products in that order, 0
+    past `columns`; the columns of both are `placed`."""
+    _launch(x, weight, bias, pairs, out, columns, inner, chosen, clamp, factors, None)
 
 
-def down(x: Tensor, weight: NarrowMatrix, bias: Tensor | None, pairs: Sorted, shares: Tensor, out: Tensor) -> None:
-    """x [P, K] in the order of the sort, its columns `placed` -> out [P, N], what each pair adds."""
-    _launch(x, weight, bias, pairs, out, out.shape[1], 1, 0.0, None, shares)
+def down(x: Tensor, weight: NarrowMatrix, bias: Tensor | None, pairs: Sorted, shares: Tensor, out: Tensor, inner: int) -> None:
+    """x [P, K] in the order of the sort, 0 past `inner`, its columns `placed` -> out [P, N], what each pair adds."""
+    _launch(x, weight, bias, pairs, out, out.shape[1], inner, 1, 0.0, None, shares)
 
 
 def _launch(
-    x: Tensor, weight: NarrowMatrix, bias: Tensor | None, pairs: Sorted, out: Tensor, columns: int, chosen: int, clamp: float,
-    factors: Tensor | None, shares: Tensor | None,
+    x: Tensor, weight: NarrowMatrix, bias: Tensor | None, pairs: Sorted, out: Tensor, columns: int, inner: int, chosen: int,
+    clamp: float, factors: Tensor | None, shares: Tensor | None,
 ) -> None:  # fmt: skip
     assert weight.scales is not None
     (rows, num_bytes), glu = weight.data.shape, shares is None
@@ -335,6 +390,6 @@ def _launch(
         TensorDescriptor.from_tensor(x, x_box, gl.NVMMASharedLayout.get_default_for(x_box, gl.bfloat16)),
         TensorDescriptor.from_tensor(weight.data, w_box, gl.NVMMASharedLayout.get_default_for(w_box, gl.uint8)),
         weight.scales.view(torch.int64), bias, pairs.order, pairs.tiles, factors, shares, out, N=columns, total_rows=rows,
-        out_width=out.shape[1], clamp=clamp, GLU=glu, CHOSEN=chosen, CLAMPED=clamp > 0, STEPS=num_bytes // 64, BLOCK_M=ROWS,
-        STAGES=STAGES, num_warps=4, **pdl(x),
+        out_width=out.shape[1], clamp=clamp, GLU=glu, CHOSEN=chosen, CLAMPED=clamp > 0, STEPS=num_bytes // 64,
+        HALF=inner <= 2 * num_bytes - 64, BLOCK_M=ROWS, STAGES=STAGES, num_warps=4, **pdl(x),
     )  # fmt: skip

@@ -263,15 +263,15 @@ def _role_tiles(
 ) -> Tensor | None:  # fmt: skip
     ids, shares = choice.ids, choice.shares
     assert ids is not None and shares is not None
-    pairs, chosen = ids.numel(), ids.shape[1]
+    pairs, chosen, hidden = ids.numel(), ids.shape[1], x.shape[1]
     in_order = sort_pairs(ids, how.count, how.first, roles.ROWS)
     between = x.new_empty(pairs, held_width(down))
     roles.glu(
-        _in_order(x, gate_up, in_order, chosen), gate_up, how.gate_up_bias, in_order, between, how.inner, chosen=chosen,
+        _in_order(x, gate_up, in_order, chosen), gate_up, how.gate_up_bias, in_order, between, how.inner, hidden, chosen=chosen,
         clamp=how.clamp, factors=factors,
     )  # fmt: skip
-    parts = x.new_empty(pairs, down.shape[0] // how.count)
-    roles.down(between, down, how.down_bias, in_order, shares, parts)
+    parts = x.new_empty(pairs, hidden)
+    roles.down(between, down, how.down_bias, in_order, shares, parts, how.inner)
     return sum_pairs(parts, ids, out, how.count, how.first)
 
 
