@@ -12,10 +12,10 @@ from headrace.attention.torch_backend import TorchAttention
 from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.attention_reference import HeadShape, decode_attention_reference
-from headrace.fast_decode.epilogues import residual_reference
+from headrace.fast_decode.epilogues import glu_reference, residual_reference
 from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.gemv import GemvTile
-from headrace.fast_decode.products import MAX_ROWS, project, residual
+from headrace.fast_decode.products import MAX_ROWS, glu, project, residual
 from headrace.fast_decode.ring_tile import RingAttention, RingTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.takes import has_copy_engine
@@ -93,22 +93,36 @@ def test_kinds_of_tiles(make, rows: int, card) -> None:
     check(WIDE, card, rows, forced(WIDE, make))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 4, 8])
-@pytest.mark.parametrize(("rows", "columns", "width"), [(2, 1000, 2048), (8, 1024, 4096), (29, 200, 1000), (64, 2560, 2048)])
-def test_parts_of_rings_join_the_residual(rows: int, columns: int, width: int, splits: int, card) -> None:
+@pytest.mark.parametrize(("block_n", "block_k", "splits", "stages", "behind"), [(64, 128, 2, 3, False), (128, 64, 4, 8, True), (64, 64, 8, 6, True)])
+@pytest.mark.parametrize(("rows", "columns", "width"), [(8, 1024, 4096), (29, 200, 1000), (64, 2560, 2048)])
+def test_parts_of_rings_join_the_residual(rows: int, columns: int, width: int, block_n: int, block_k: int, splits: int, stages: int, behind: bool, card) -> None:
+    """And of what multiplies in their place where adapters add to the product."""
     draw = torch.Generator(card).manual_seed(0)
-    x, weight, norm, bias = (
-        torch.randn(*shape, generator=draw, device=card).to(BF16) for shape in ((rows, width), (columns, width), (columns,), (columns,))
-    )
-    tile = RingTile(64, 128, splits, 3, splits > 2)
-    space = SplitSpace(tile.partial_elements(rows, columns), -(-columns // 64), card)
-    total, normed = torch.randn(rows, columns, generator=draw, device=card), torch.empty(rows, columns, dtype=BF16, device=card)
-    squares = torch.empty(rows, -(-columns // 64), device=card)
-    expected = residual_reference(x.cpu(), Weight(weight.cpu()), total.cpu(), norm.cpu(), 1.0, 0.5, bias.cpu())
-    residual(x, Weight(weight), total, normed, squares, norm, tile, space, norm_offset=1.0, scale=0.5, bias=bias)
-    for ours, theirs in zip((total, normed, squares.sum(1, keepdim=True)), expected, strict=True):
-        assert relative(ours, theirs) < 5e-3
-    assert not space.tickets.any()
+    shapes = (rows, width), (columns, width), (columns,), (columns,)
+    x, weight, norm, bias = (torch.randn(*shape, generator=draw, device=card).to(BF16) for shape in shapes)
+    tile, before = RingTile(block_n, block_k, splits, stages, behind), torch.randn(rows, columns, generator=draw, device=card)
+    expected = residual_reference(x.cpu(), Weight(weight.cpu()), before.cpu(), norm.cpu(), 1.0, 0.5, bias.cpu())
+    space = SplitSpace(tile.partial_elements(rows, columns), -(-columns // block_n), card)
+    for instead in (tile, tile.otherwise(x, False)) if rows > 32 else (tile,):
+        total, normed = before.clone(), torch.empty(rows, columns, dtype=BF16, device=card)
+        squares = torch.empty(rows, -(-columns // block_n), device=card)
+        residual(x, Weight(weight), total, normed, squares, norm, instead, space, norm_offset=1.0, scale=0.5, bias=bias)
+        for ours, theirs in zip((total, normed, squares.sum(1, keepdim=True)), expected, strict=True):
+            assert relative(ours, theirs) < 5e-3
+        assert not space.tickets.any()
+
+
+@pytest.mark.parametrize("tile", [RingTile(64, 128, 1, 2), RingTile(64, 64, 1, 9, True)])
+@pytest.mark.parametrize(("rows", "columns", "width"), [(3, 192, 1000), (40, 1000, 2048)])
+def test_gate_and_up_by_short_rings(rows: int, columns: int, width: int, tile: RingTile, card) -> None:
+    draw = torch.Generator(card).manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=draw, device=card).to(BF16) for shape in ((rows, width), (2 * columns, width)))
+    squares = x.float().square().sum(1, keepdim=True)
+    expected = glu_reference(x.cpu(), Weight(weight.cpu()), squares.cpu(), 1e-6, "gelu_tanh")
+    for instead in (tile, tile.otherwise(x, True)) if rows > 32 else (tile,):
+        out = torch.empty(rows, columns, dtype=BF16, device=card)
+        glu(x, Weight(weight), out, instead, sumsq=squares, eps=1e-6, activation="gelu_tanh")
+        assert relative(out, expected) < 5e-3
 
 
 TURNS = [(16, 8, 128, True, 0, 0.0), (32, 8, 64, False, 0, 0.0), (28, 4, 128, False, 0, 0.0), (8, 4, 256, False, 100, 50.0)]

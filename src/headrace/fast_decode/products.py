@@ -106,7 +106,7 @@ def _launch(
     if isinstance(tile, WarpTile) and not warp_gemm.takes(weight, x, tile):
         tile = tile.otherwise(rows, packed(weight.kind), mode == "glu")
     if isinstance(tile, RingTile) and (low_rank is not None or not ring_tile.takes(weight, x)):
-        tile = tile.otherwise(width, mode == "glu")
+        tile = tile.otherwise(x, mode == "glu")
     if isinstance(tile, RoundedTile) and sizes is None:
         tile = tile.otherwise()
     by_own = weight.kind == "float" or isinstance(tile, GemvTile | WarpTile | DigitTile | RoundedTile)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.fast_decode.skinny_gemm import AllRows, GemmTile
+from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.launch import capability, next_power_of_2
 from headrace.model.config import ModelConfig
 from headrace.model.weight import Weight
@@ -38,8 +39,11 @@ class RingTile(AllRows):
         """Of Triton's own pipeline."""
         return 1
 
-    def otherwise(self, width: int, gated: bool) -> GemmTile:
+    def otherwise(self, x: Tensor, gated: bool) -> GemmTile | WideTile:
         """What multiplies by the same parts of K where the kernel does not run, and where adapters add to the product."""
+        rows, width = x.shape
+        if rows > 32 and width % 8 == 0 and runs(x):
+            return WideTile(64, self.block_n, 128, self.splits, 4, 4)
         steps = -(-width // (self.block_k * self.splits))
         if gated:
             return GemmTile(self.block_n, self.block_k, 1, 4, 4, touch=2)
