@@ -250,13 +250,15 @@ def gemm_tile(shape: Shape, rows: int) -> GemmTile:
 
 def ring_tile(shape: Shape, rows: int, deep: bool = True) -> RingTile:
     """As `gemm_tile` splits K, and the deepest ring that leaves room for another program's; of gate and up the deepest. `deep`:
-    not where the norm of what is added lies between products: 5 steps of gate and up and 4 of others are faster there.
-    (Whole steps of 8 and 32 rows of four models, on an H200.)"""
+    not where the norm of what is added lies between products: there gate and up leave room, too, and 4 steps of others are
+    faster. (Whole steps of 8 and 32 rows of four models, on an H200.)"""
     splits = splits_to(1.2 * FILL, shape, 64, 8, 512) if shape.splittable else 1
-    step = 2 * 128 * (64 * (2 if shape.gated else 1) + ring_rows(rows))
-    stages = min(LARGE_BYTES // step, 6) if shape.gated else LARGE_BYTES // 2 // step if shape.splittable else 4
-    most = 6 if deep else 5 if shape.gated else 4
-    return RingTile(64, 128, splits, min(stages, most, -(-shape.width // (128 * splits))), deep)
+    step, half = 2 * 128 * (64 * (2 if shape.gated else 1) + ring_rows(rows)), LARGE_BYTES // 2
+    if shape.gated and not deep:
+        block_k = 128 if half // step >= 3 else 64
+        return RingTile(64, block_k, 1, min(half * 128 // (step * block_k), -(-shape.width // block_k)), True)
+    stages = LARGE_BYTES // step if shape.gated else half // step if shape.splittable else 4
+    return RingTile(64, 128, splits, min(stages, 6 if deep else 4, -(-shape.width // (128 * splits))), deep)
 
 
 def within(most: int, tile: Tile, shape: Shape, rows: int) -> Tile:
