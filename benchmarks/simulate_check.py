@@ -286,6 +286,8 @@ def foretell(result: dict[str, Any], name: str, directory: Path) -> float | None
         str(HERE / "shapes" / f"{name}.json"),
         "--front-ms",
         "0",
+        "--max-num-batched-tokens",  # as by default when they ran
+        "16384",
         "--save-result",
         str(out),
     ]
