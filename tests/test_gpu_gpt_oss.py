@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from agreement import row_error
 from engine_driver import complete, make_core, run
@@ -18,6 +19,7 @@ from test_gpt_oss import write_pair
 from tiny_models import VOCAB
 
 pytestmark = pytest.mark.gpu
+TIE = 1e-4  # of routers' logits, whose deviation is 1.5
 LENGTHS = (5, 127, 128, 129, 300, 700)  # around the window, and behind it
 SIZES: dict[str, Any] = {
     "hidden_size": 320, "intermediate_size": 224, "head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 2,
@@ -32,6 +34,7 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
+    torch.manual_seed(15)  # no such tie in any prompt, with Transformers 5.24
     return write_pair(tmp_path_factory.mktemp("pair"), **SIZES)
 
 
@@ -58,14 +61,35 @@ def rows_of(theirs, prompt: list[int], ids: list[int]) -> np.ndarray:
     return theirs(text, use_cache=False).logits[0, len(prompt) - 1 :].double().log_softmax(-1).cpu().numpy()
 
 
-def errors(theirs, core, rounded=None) -> tuple[np.ndarray, np.ndarray]:
-    """Of every generated token's row of logprobs, against what Transformers gives for the same text; and those of `rounded`."""
+@torch.no_grad()
+def first_tie(theirs, text: list[int]) -> int:
+    """The first token of which some layer's fourth and fifth expert are so near that rounding in float32 may choose."""
+    apart: list[torch.Tensor] = []
+
+    def look(router, inputs, _) -> None:
+        best = F.linear(inputs[0].reshape(-1, router.weight.shape[1]), router.weight, router.bias).topk(5).values
+        apart.append(best[:, 3] - best[:, 4])
+
+    hooks = [layer.mlp.router.register_forward_hook(look) for layer in theirs.model.layers]
+    theirs(torch.tensor([text], device=theirs.device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    ties = (torch.stack(apart).amin(0) < TIE).nonzero()
+    return int(ties[0]) if len(ties) else len(text)
+
+
+def errors(theirs, core, rounded=None, sure: list[bool] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Of every generated token's row of logprobs, against what Transformers gives for the same text; and those of `rounded`.
+    `sure` becomes which of them come before any token whose experts could be others."""
     asked, found, others = requests(), [], []
     results = run(core, asked)
     for request in asked:
         got, prompt = results[request.id], request.prompt_ids
         rows = rows_of(theirs, prompt, got.ids)
         found += map(row_error, got.rows, rows)
+        if sure is not None:
+            tie = first_tie(theirs, prompt + got.ids[:-1])
+            sure += [len(prompt) - 1 + n < tie for n in range(len(got.ids))]
         if rounded is not None:
             others += map(row_error, rows_of(rounded, prompt, got.ids), rows)
     return np.array(found), np.array(others)
@@ -78,8 +102,10 @@ MODES = {"graphs": {}, "eager": {"enforce_eager": True}, "chunks": {"max_num_bat
 @pytest.mark.parametrize("which", [0, 1], ids=["mxfp4", "floats"])
 def test_float32(pair, theirs, which, mode):
     core = make_core(str(pair[which]), device="cuda", max_model_len=1024, num_kv_blocks=80, block_size=64, **MODES[mode])
-    found, _ = errors(theirs, core)
-    assert len(found) == 20 * len(LENGTHS) and found.max() < 1e-3, found
+    sure: list[bool] = []
+    found, _ = errors(theirs, core, sure=sure)
+    assert len(found) == 20 * len(LENGTHS) and found.max() < 0.5, found  # another expert for a token: 0.03, 0.7 at the worst
+    assert sum(sure) >= 40 and found[sure].max() < 1e-3, (found, sure)
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
