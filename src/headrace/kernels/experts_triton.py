@@ -36,7 +36,7 @@ __all__ = ["Joining", "Squares", "add_experts", "choose", "route", "router_parts
 
 ROW_FORM = 2  # rows; of more, each expert's weights had better be read once for all (measured on an H200)
 WHOLE_PAIRS = 1  # for each expert, below which MXFP4 is multiplied by whole numbers (measured on an H200 with 32 experts)
-ROLES_PAIRS = 8  # and above which by warps with roles, where it is not widened (experts_widened.widened_tile)
+ROLES_PAIRS = 12  # and above which by warps with roles; between these it is widened (experts_widened.widened_tile)
 MOST_BYTES = 2 << 30  # of what lies between the kernels; more rows are computed in parts
 
 MOST_ROWS = 1 << 15
