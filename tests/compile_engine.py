@@ -109,9 +109,12 @@ def unforeseen(core: EngineCore, path: str) -> list[str]:
     launches, _ = no_device.note_launches()
     stage = Stage(Played(model, weights, core.scheduler.limits, torch.bfloat16, "no card", eager=True))
     stage.play()
+    known = len(launches)
+    stage.forward([1] * 60 + [300], [700] * 60 + [300])  # more decodes than the load above has at a time
+    of_many = [f"{launch.name} {launch.arguments[0]}" for launch in launches[known:]]
     stage.captured_prompts()
     ahead = {(launch.name, launch.arguments[0]) for launch in launches}
-    return [f"{name} {asked[name, key]} {key}" for name, key in asked.keys() - ahead]
+    return [f"{name} {asked[name, key]} {key}" for name, key in asked.keys() - ahead] + of_many
 
 
 def unforeseen_of_adapters(directory: Path) -> list[str]:

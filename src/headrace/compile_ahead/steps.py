@@ -25,7 +25,7 @@ from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.takes import most_rows, usual_kinds
 from headrace.fast_decode.tiles import load_tiles
 from headrace.kernels import tables
-from headrace.kernels.attention_decode import max_tokens
+from headrace.kernels.attention_decode import ORDERED_FROM, max_tokens
 from headrace.kernels.experts_triton import row_steps
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.lora import GROUP_BLOCK
@@ -166,6 +166,8 @@ class Stage:
         few = max_tokens(group)
         chunks = [2**n for n in range(1, few.bit_length())]  # behind a long context they are split
         self.forward([1, *chunks, few + 1], [SPLIT_CONTEXT, *(SPLIT_CONTEXT for _ in chunks), SPLIT_CONTEXT])
+        if self.limits.max_num_seqs >= ORDERED_FROM:
+            self.forward([1] * ORDERED_FROM, [1] * ORDERED_FROM)
         self.forward([300], [300], keep=self.model.per_layer is None)  # attention may want own keys
         keeps = next(layer for layer, of in enumerate(self.model.kv_shapes) if of.heads)
         out = empty(SPLIT_CONTEXT, *self.kv.k[keeps].shape[2:], dtype=self.dtype)

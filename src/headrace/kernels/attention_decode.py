@@ -282,8 +282,8 @@ def split_attention(
     [S] int32; query_start [S + 1] int32; seq_lens [S] int32. A sequence's rows are its last positions and see all before and
     themselves, the last `window` of them if window > 0. With tokens == 1 sequence s has row s, and no other. seq_lens 0: its
     rows become 0, nothing is read. sinks [num_heads] float32: as of AttentionBackend.attend. max_context bounds seq_lens; it
-    and the host ints are fixed in a CUDA graph. Only `space` is written too. `ordered`: the last
-    launch in it without a window was of the same sequences, lengths and sizes.
+    and the host ints are fixed in a CUDA graph. Only `space` is written too. `ordered`: the last launch in it without a
+    window was of the same sequences, lengths and sizes.
     """
     num_heads, head_dim = q.shape[-2:]
     kv_heads, group = k_cache.shape[2], num_heads // k_cache.shape[2]
