@@ -96,6 +96,7 @@ def main(directory: str) -> None:
     for (name, _, _), count in forms.items():
         found.setdefault(name, []).append(count)
     missed = sorted(unforeseen(core, path)) + unforeseen_of_adapters(Path(directory) / "experts")
+    missed += unforeseen_of_halves(Path(directory) / "halves")
     print(json.dumps({"forms": found, "unforeseen": missed, "of_ranks": sorted(of_ranks(path))}))
 
 
@@ -137,6 +138,25 @@ def unforeseen_of_adapters(directory: Path) -> list[str]:
     launches.clear()  # each form is noted once
     for tokens in range(1, 600, 7):
         stage.forward([tokens], [tokens], adapted=True)
+    return [f"{launch.name} {launch.arguments[0]}" for launch in launches]
+
+
+def unforeseen_of_halves(directory: Path) -> list[str]:
+    """What uncaptured steps ask for, of a model so wide that only the fewest rows have sums in halves."""
+    directory.mkdir()
+    path = write_shape(
+        directory, vocab_size=1024, hidden_size=5120, num_hidden_layers=1, num_attention_heads=40, num_key_value_heads=8,
+        intermediate_size=12288,
+    )  # fmt: skip
+    checkpoint = resolve_checkpoint(EngineConfig(model=path, load_format="dummy"))
+    model, weights = weights_without_data(checkpoint, model_config_from_hf(checkpoint.config), torch.bfloat16, None)
+    limits = Limits(max_num_seqs=16, max_num_batched_tokens=1024, max_model_len=1024, block_size=64, num_blocks=100)
+    launches, _ = no_device.note_launches()
+    stage = Stage(Played(model, weights, limits, torch.bfloat16, "no card", eager=True))
+    stage.play()
+    launches.clear()  # each form is noted once
+    for tokens in (100, 128, 550):
+        stage.forward([tokens], [tokens])
     return [f"{launch.name} {launch.arguments[0]}" for launch in launches]
 
 

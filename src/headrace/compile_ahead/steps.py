@@ -28,6 +28,7 @@ from headrace.kernels import tables
 from headrace.kernels.attention_decode import ORDERED_FROM, max_tokens
 from headrace.kernels.experts_triton import row_steps
 from headrace.kernels.gather_kv import gather_kv
+from headrace.kernels.halves import MORE_ROWS, ODD_ROWS
 from headrace.kernels.lora import GROUP_BLOCK
 from headrace.kernels.narrow_linear import FEW_ROWS_WIDENED
 from headrace.kernels.prepare import Rows, launch, launch_publish
@@ -151,7 +152,7 @@ class Stage:
     def prompts(self) -> None:
         most = min(self.limits.max_num_batched_tokens, self.limits.max_model_len)
         group = self.attention.group if isinstance(self.attention, TritonAttention) else AS_IF
-        experts, counts = self.model.experts, [*PROMPTS, FEW_ROWS_WIDENED + 1, 1024, ROLES_ROWS]
+        experts, counts = self.model.experts, [*PROMPTS, MORE_ROWS + 1, FEW_ROWS_WIDENED + 1, ODD_ROWS[0], 1024, ROLES_ROWS]
         if experts is not None:
             for slots in dict.fromkeys((None, self.expert_slots)):
                 router = experts.count, self.model.hidden_size
