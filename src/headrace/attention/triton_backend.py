@@ -109,7 +109,7 @@ class TritonAttention(AttentionBackend):
         self.roles: Any = None  # the kernel with roles for warps, where there is one
         self.workspace: SplitSpace | None = None
         self.runs: list[Run] = []
-        self.ordered: tuple[Run, int] | None = None  # whose parts the workspace has in order, behind so many heads
+        self.ordered: tuple[Run, torch.Size] | None = None  # whose parts the workspace has in order, of a cache of such a shape
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         """Device memory that this backend keeps, for the memory plan."""
@@ -144,7 +144,7 @@ class TritonAttention(AttentionBackend):
         args = (q, kv.k[layer], kv.v[layer], out, batch.block_tables, batch.seq_slots, batch.query_start, batch.seq_lens)
         if run.kind == "split":
             assert self.workspace is not None
-            what = run, kv.k[layer].shape[2]
+            what = run, kv.k[layer].shape
             ordered = self.ordered == what
             if not window:
                 self.ordered = what

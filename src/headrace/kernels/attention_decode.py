@@ -302,7 +302,7 @@ def split_attention(
     if chunk % tile.keys or (parts > 1 and num_seqs * tokens * parts > slots):
         raise ValueError(f"chunk {chunk} does not suit {num_seqs} sequences of {context} tokens")
     merge_rows = next_power_of_2(real_rows)
-    in_order = space.order is not None and not window and num_seqs >= ORDERED_FROM
+    in_order = space.order is not None and not window and ORDERED_FROM <= num_seqs <= 1 << 16  # an entry has 16 bits for it
     grid: tuple[int, ...] = (kv_heads, parts, num_seqs)
     if in_order:
         grid = (kv_heads, min(num_seqs * parts, num_seqs + max(MORE_PARTS, num_seqs // 2)))
