@@ -35,8 +35,7 @@ class DenseMlp:
 
     def __init__(self, gate_up: Linear, down: Linear, intermediate_size: int, activation: Activation, gated: bool = True):
         self.act = act_mul if gated else act
-        self.gate_up, self.down, self.activation = gate_up, down, activation
-        self.takes_rounded = gate_up.takes_rounded
+        self.gate_up, self.down, self.activation, self.takes_rounded = gate_up, down, activation, gate_up.takes_rounded
         self.fuses_add, self.workspace_bytes = down.fuses_add, max(gate_up.workspace_bytes, down.workspace_bytes)
         self.of_gated = (down.of_gated if gated else None) or (lambda gate_up, kind: down(self.act(gate_up, kind)))
         self.max_rows = 1 << max(1, MLP_ELEMENTS // (2 * intermediate_size)).bit_length() - 1
@@ -56,5 +55,4 @@ class DenseMlp:
             self.down.add_to(rows, self._inner(part))
 
     def halves(self, rows: int) -> Product | None:
-        down = self.down.halves(rows)
-        return None if down is None else lambda x: down(self._inner(x))
+        return (down := self.down.halves(rows)) and (lambda x: down(self._inner(x)))
