@@ -55,4 +55,5 @@ class DenseMlp:
             self.down.add_to(rows, self._inner(part))
 
     def halves(self, rows: int) -> Product | None:
-        return (down := self.down.halves(rows)) and (lambda x: down(self._inner(x)))
+        down = self.down.halves(rows)
+        return None if down is None else lambda x: down(self._inner(x))
