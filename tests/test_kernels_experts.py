@@ -125,6 +125,15 @@ def gated_reference(gate: Tensor, up: Tensor, activation: str, clamp: float) -> 
     return act * up
 
 
+def mxfp4(rows: int, hidden: int, inner: int, count: int, chosen: int, kinds: tuple[torch.dtype, torch.dtype]):
+    """As `case`, with scales of such kinds that are powers of two from 2^-12 to 2^3."""
+    (x, gate_up, down, ids, shares), given = case(rows, hidden, inner, count, chosen, "fp4 by 32", torch.bfloat16, biases=True)
+    for i, (weight, kind) in enumerate(zip((gate_up, down), kinds, strict=True)):
+        exponents = torch.randint(-12, 4, weight.scales.shape, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        weight.scales = torch.exp2(exponents.float() - 4 * i).to(kind)
+    return (x, gate_up, down, ids, shares), given
+
+
 def reference(x, gate_up, down, ids, shares, *, count, first=0, activation="silu", clamp=0.0, gate_up_bias=None, down_bias=None):
     w, v = (dequantized(m, torch.float32).double().unflatten(0, (count, -1)) for m in (gate_up, down))
     out = torch.zeros(len(x), v.shape[1], dtype=torch.float64, device=x.device)

@@ -8,7 +8,7 @@ import torch
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.kernels import experts_triton, experts_warp
 from headrace.kernels.experts_digits import digits
-from test_kernels_experts import case, reference, routing
+from test_kernels_experts import mxfp4, reference, routing
 from test_kernels_fused_decode import DEVICE, close, random
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0, device=DEVICE)), reason="needs Triton")
@@ -25,20 +25,17 @@ def instructions(monkeypatch) -> None:
         monkeypatch.setattr(experts_warp, "assembly", lambda x: 80)
 
 
-def mxfp4(rows: int, hidden: int, inner: int, count: int, chosen: int):
-    """As `case`, with scales that are powers of two from 2^-12 to 2^3."""
-    (x, gate_up, down, ids, shares), given = case(rows, hidden, inner, count, chosen, "fp4 by 32", BF16, biases=True)
-    for i, weight in enumerate((gate_up, down)):
-        exponents = torch.randint(-12, 4, weight.scales.shape, generator=torch.Generator().manual_seed(i)).to(DEVICE)
-        weight.scales = torch.exp2(exponents.float() - 4 * i).to((torch.float16, BF16)[i])
+def warp_case(rows: int, hidden: int, inner: int, count: int, chosen: int):
+    arguments, given = mxfp4(rows, hidden, inner, count, chosen, (torch.float16, BF16))
+    x, gate_up, down, *_ = arguments
     assert experts_warp.takes_warps(x, gate_up, down, chosen)
-    return (x, gate_up, down, ids, shares), given
+    return arguments, given
 
 
 @pytest.mark.parametrize(("rows", "hidden", "inner", "count", "chosen"), [(1, 144, 12, 3, 2), (2, 48, 20, 3, 1), (1, 400, 40, 2, 2), (3, 144, 70, 7, 2), (3, 400, 40, 8, 2)])
 def test_rows(rows: int, hidden: int, inner: int, count: int, chosen: int) -> None:
     """Rows that end within a run, columns that end within a tile, more warps than runs; of more than two rows by tiles."""
-    arguments, given = mxfp4(rows, hidden, inner, count, chosen)
+    arguments, given = warp_case(rows, hidden, inner, count, chosen)
     given |= {"clamp": 7.0}
     got = experts_triton.run_experts(*arguments, **given)
     assert got.isfinite().all()
@@ -69,14 +66,14 @@ def test_what_is_no_number_stays_so() -> None:
 
 
 def test_experts_elsewhere_give_nothing() -> None:
-    (x, gate_up, down, ids, shares), given = mxfp4(1, 32, 8, 4, 2)
+    (x, gate_up, down, ids, shares), given = warp_case(1, 32, 8, 4, 2)
     arguments = (x, gate_up, down, ids + 2, shares)
     close(experts_triton.run_experts(*arguments, **given, first=4).float(), reference(*arguments, **given, first=4), TOLERANCE)
 
 
 def test_joining_a_residual() -> None:
     """Each program chooses for itself, and rows are not divided by their norm yet."""
-    (x, gate_up, down, _, _), given = mxfp4(1, 48, 8, 6, 4)
+    (x, gate_up, down, _, _), given = warp_case(1, 48, 8, 6, 4)
     router, router_bias, norm, total = random(6, 48, seed=3), random(6, seed=4), random(48, seed=5), random(1, 48, seed=6)
     sums, how = random(1, 3, seed=7).square() * 48, routing(score="chosen")
     factor = (sums.sum(1, keepdim=True) / 48 + 1e-5).rsqrt()

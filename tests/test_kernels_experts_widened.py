@@ -11,7 +11,7 @@ from headrace.kernels import experts_triton, experts_widened
 from headrace.kernels.experts_sort import sort_pairs
 from headrace.kernels.experts_widened import WidenedTile, takes_widened, widened_tile
 from headrace.model.weight import E2M1
-from test_kernels_experts import case, reference, routing
+from test_kernels_experts import mxfp4, reference, routing
 from test_kernels_fused_decode import DEVICE, close, random
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0, device=DEVICE)), reason="needs Triton")
@@ -28,20 +28,17 @@ def instructions(monkeypatch) -> None:
         monkeypatch.setattr(experts_widened, "assembly", lambda x: 80)
 
 
-def mxfp4(rows: int, hidden: int, inner: int, count: int, chosen: int):
-    """As `case`, with scales that are powers of two from 2^-12 to 2^3."""
-    (x, gate_up, down, ids, shares), given = case(rows, hidden, inner, count, chosen, "fp4 by 32", BF16, biases=True)
-    for i, weight in enumerate((gate_up, down)):
-        exponents = torch.randint(-12, 4, weight.scales.shape, generator=torch.Generator().manual_seed(i)).to(DEVICE)
-        weight.scales = torch.exp2(exponents.float() - 4 * i).to(BF16)
+def widened_case(rows: int, hidden: int, inner: int, count: int, chosen: int):
+    arguments, given = mxfp4(rows, hidden, inner, count, chosen, (BF16, BF16))
+    x, gate_up, down, *_ = arguments
     assert takes_widened(x, gate_up, down) and widened_tile(rows * chosen, count)
-    return (x, gate_up, down, ids, shares), given
+    return arguments, given
 
 
 @pytest.mark.parametrize(("rows", "hidden", "inner", "count", "chosen"), [(3, 144, 12, 3, 2), (10, 400, 36, 6, 3), (10, 140, 64, 3, 2)])
 def test_rows(rows: int, hidden: int, inner: int, count: int, chosen: int) -> None:
     """Rows that end within a run, columns that end within a tile and those that do not, experts of more rows than a tile has."""
-    arguments, given = mxfp4(rows, hidden, inner, count, chosen)
+    arguments, given = widened_case(rows, hidden, inner, count, chosen)
     given |= {"clamp": 7.0}
     got = experts_triton.run_experts(*arguments, **given)
     assert got.isfinite().all()
@@ -53,13 +50,13 @@ def test_other_tiles(tile: WidenedTile, monkeypatch) -> None:
     """Warps that share columns, some of which have no run; loads ahead by more than there are; several eight rows of x."""
     monkeypatch.setattr(experts_triton, "widened_tile", lambda pairs, count: tile)
     for hidden in (144, 700):
-        arguments, given = mxfp4(11, hidden, 40, 3, 2)
+        arguments, given = widened_case(11, hidden, 40, 3, 2)
         close(experts_triton.run_experts(*arguments, **given).float(), reference(*arguments, **given), TOLERANCE)
 
 
 def test_every_code_and_scale() -> None:
     """A row with a single one finds each weight times its scale, exactly."""
-    (x, gate_up, _, ids, _), _ = mxfp4(16, 128, 32, 2, 1)
+    (x, gate_up, _, ids, _), _ = widened_case(16, 128, 32, 2, 1)
     exponents = torch.arange(2 * 64, device=DEVICE).view(-1, 1) % 40 - 30 + torch.arange(4, device=DEVICE)
     gate_up.scales = torch.exp2(exponents.float()).to(BF16)
     x.zero_()
@@ -83,7 +80,7 @@ def _gate_and_up(x: Tensor, weight, ids: Tensor) -> Tensor:
 
 
 def test_a_row_is_the_same_beside_any_others() -> None:
-    (x, gate_up, down, ids, shares), given = mxfp4(12, 144, 20, 4, 2)
+    (x, gate_up, down, ids, shares), given = widened_case(12, 144, 20, 4, 2)
     together = experts_triton.run_experts(x, gate_up, down, ids, shares, **given)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     moved = experts_triton.run_experts(x[order], gate_up, down, ids[order], shares[order], **given)
@@ -93,14 +90,14 @@ def test_a_row_is_the_same_beside_any_others() -> None:
 
 
 def test_experts_elsewhere_give_nothing() -> None:
-    (x, gate_up, down, ids, shares), given = mxfp4(5, 32, 8, 4, 2)
+    (x, gate_up, down, ids, shares), given = widened_case(5, 32, 8, 4, 2)
     arguments = (x, gate_up, down, ids + 2, shares)
     close(experts_triton.run_experts(*arguments, **given, first=4).float(), reference(*arguments, **given, first=4), TOLERANCE)
 
 
 def test_joining_a_residual() -> None:
     """Rows are not divided by their norm yet."""
-    (x, gate_up, down, _, _), given = mxfp4(5, 48, 8, 6, 4)
+    (x, gate_up, down, _, _), given = widened_case(5, 48, 8, 6, 4)
     router, router_bias, norm, total = random(6, 48, seed=3), random(6, seed=4), random(48, seed=5), random(5, 48, seed=6)
     sums, how = random(5, 3, seed=7).square() * 48, routing(score="chosen")
     factor = (sums.sum(1, keepdim=True) / 48 + 1e-5).rsqrt()
@@ -125,7 +122,7 @@ def test_rows_with_their_columns_turned() -> None:
 
 
 def test_which_products_take_them() -> None:
-    (x, gate_up, down, *_), _ = mxfp4(5, 48, 8, 4, 2)
+    (x, gate_up, down, *_), _ = widened_case(5, 48, 8, 4, 2)
     assert widened_tile(31, 32) is None and widened_tile(385, 32) is None
     assert [widened_tile(pairs, 32).rows for pairs in (32, 128, 129, 384)] == [8, 8, 16, 16]
     down.scales = down.scales.float()
