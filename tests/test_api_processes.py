@@ -176,7 +176,9 @@ def test_a_process_that_hangs_is_replaced_and_the_limit_holds_over_both(model, t
     options = ["--max-num-seqs", "1", "--max-queued-requests", "1", "--heartbeat-timeout", "6"]
     with start(model, tmp_path, *options) as server:
         one, two = both_ready(server)
-        streams = [Stream(server, one, max_tokens=ENDLESS).begun(), Stream(server, two, max_tokens=ENDLESS)]
+        streams = [Stream(server, one, max_tokens=ENDLESS).begun()]
+        until(lambda: metrics(server)["headrace:num_requests_running"] == 1, 30)  # or it would count as the one that may wait
+        streams.append(Stream(server, two, max_tokens=ENDLESS))
         until(lambda: metrics(server)["headrace:num_requests_waiting"] == 1, 30)
         for pid in (one, two):  # one runs, one waits, wherever they came in: that is all
             late = Stream(server, pid)
