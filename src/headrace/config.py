@@ -23,6 +23,8 @@ _fleet = partial(option, group="several cores, other fleets")
 _adapters = partial(option, group="adapters (LoRA)")
 _drafts = partial(option, group="speculative decoding: several tokens per step; the same output")
 
+GPU_STEP, CPU_STEP = 8192, 2048  # tokens of a step at most, where nobody says
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -61,7 +63,7 @@ class EngineConfig:
         None, "requests that run at the same time", 1, 65536, shown="by the memory plan on a GPU, 256 on a CPU"
     )
     max_num_batched_tokens: int | None = _engine(
-        None, "computed in one step", 1, 2**24, "TOKENS", shown="8192 on a GPU, 2048 on a CPU"
+        None, "computed in one step", 1, 2**24, "TOKENS", shown=f"{GPU_STEP} on a GPU, {CPU_STEP} on a CPU"
     )
     block_size: int | None = _engine(None, "in a block of the KV cache", 1, 4096, "TOKENS", shown="64 on a GPU, 16 on a CPU")
     gpu_memory_utilization: float = _engine(0.9, "of the GPU's memory to use", high=1, unit="SHARE", more_than=0)

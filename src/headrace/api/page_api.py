@@ -15,6 +15,7 @@ from headrace.api.errors import ApiError, unavailable
 from headrace.api.glass import GlassRoutes
 from headrace.api.glass_hub import Glass
 from headrace.api.service import json_response, package_version
+from headrace.config import CPU_STEP, GPU_STEP
 from headrace.engine.interface import seats_of_core
 
 Handler = Callable[[ApiContext, Request], Awaitable[Response]]
@@ -51,7 +52,8 @@ class SceneRoutes:
             "kill_core": self._kill_core is not None,
             "num_blocks": None if info is None else info.num_blocks, "block_size": None if info is None else info.block_size,
             "kv_token_bytes": 2 * sum(of.heads * (of.k_dim + of.v_dim) for of in model.kv_shapes),  # of 16 bits
-            "budget": config.max_num_batched_tokens or (8192 if info is not None and info.device.startswith("cuda") else 2048),
+            "budget": config.max_num_batched_tokens
+            or (GPU_STEP if info is not None and info.device.startswith("cuda") else CPU_STEP),
             "counters": {
                 "steps": stats.steps, "preemptions": stats.preemptions, "drafts": stats.drafts,
                 "draft_tokens": stats.draft_tokens, "accepted_tokens": stats.accepted_tokens, "restarts": engine.restarts,

@@ -17,7 +17,7 @@ import torch
 from headrace.cache import fp8
 from headrace.cache.kv_cache import KVCache
 from headrace.cache.state_pool import StatePool
-from headrace.config import EngineConfig
+from headrace.config import CPU_STEP, GPU_STEP, EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.fork import claim_process
 from headrace.engine.forwards import load_forward
@@ -399,7 +399,7 @@ def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> L
         logger.warning("no KV cache events: whether a prefix of this model can be gone on from, its blocks do not tell")
     return Limits(
         max_num_seqs=seats,
-        max_num_batched_tokens=config.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048),
+        max_num_batched_tokens=config.max_num_batched_tokens or (GPU_STEP if device.type == "cuda" else CPU_STEP),
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=num_blocks,

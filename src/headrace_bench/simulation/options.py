@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.api.config import ServerConfig
 from headrace.cli.options import LogOptions, add_options
 from headrace.cli.parser import text
-from headrace.config import EngineConfig
+from headrace.config import CPU_STEP, GPU_STEP, EngineConfig
 from headrace.distributed.balancers import ROUTERS
 from headrace.errors import ParameterError
 from headrace.files import read_text
@@ -150,7 +150,8 @@ def setup_of(args: argparse.Namespace) -> Setup:
         print(f"headrace: {args.trace}: {cost}", file=sys.stderr)
     on_cpu = cost is not None and cost.blocking
     config = EngineConfig(  # its checks, under the names of its options
-        max_num_seqs=args.max_num_seqs, max_num_batched_tokens=args.max_num_batched_tokens or (2048 if on_cpu else 8192),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens or (CPU_STEP if on_cpu else GPU_STEP),
         block_size=args.block_size or (16 if on_cpu else 64), max_model_len=args.max_model_len or model.max_position,
         num_kv_blocks=args.num_kv_blocks, gpu_memory_utilization=args.gpu_memory_utilization, max_itl_ms=args.max_itl_ms,
     )  # fmt: skip
