@@ -178,6 +178,25 @@ def check(arguments, given, tolerance: float = TOLERANCE, **more) -> Tensor:
     return got
 
 
+def check_joining(arguments, given, tolerance: float, of_sums: float) -> None:
+    """Rows of 48 columns, of six experts four each, that are not divided by their norm yet; and what the next product needs."""
+    x, gate_up, down, *_ = arguments
+    rows = len(x)
+    router, router_bias, norm, total = random(6, 48, seed=3), random(6, seed=4), random(48, seed=5), random(rows, 48, seed=6)
+    sums, how = random(rows, 3, seed=7).square() * 48, routing(score="chosen")
+    factor = (sums.sum(1, keepdim=True) / 48 + 1e-5).rsqrt()
+    ids, shares = experts_triton.route((x.float() * factor) @ router.T + router_bias, None, how)
+    added = reference((x.double() * factor.double()), gate_up, down, ids, shares, **given)
+    expected, normed = total + 0.5 * added, torch.full_like(x, torch.nan)
+    joining = experts_triton.Joining(total, normed, norm, 0.5, 0.25)
+    squares = experts_triton.add_experts(
+        x, experts_triton.Squares(sums, 48, 1e-5), router, gate_up, down, how, joining, router_bias=router_bias, **given
+    )
+    close(total, expected, of_sums)
+    close(normed.float(), expected * (norm + 0.25), tolerance)
+    close(squares.sum(1), expected.square().sum(1), of_sums)
+
+
 @pytest.mark.parametrize("form", ["float", "fp8 row", "fp8 blocks", "int8 by 32, minima", "int4 by 128, zeros", "fp4 by 32"])
 def test_one_row(form: str) -> None:
     """The ways to load and to scale; the card's tests have every form of weights."""

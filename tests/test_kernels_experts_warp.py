@@ -8,7 +8,7 @@ import torch
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.kernels import experts_triton, experts_warp
 from headrace.kernels.experts_digits import digits
-from test_kernels_experts import mxfp4, reference, routing
+from test_kernels_experts import check, check_joining, mxfp4, reference
 from test_kernels_fused_decode import DEVICE, close, random
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0, device=DEVICE)), reason="needs Triton")
@@ -67,23 +67,9 @@ def test_what_is_no_number_stays_so() -> None:
 
 def test_experts_elsewhere_give_nothing() -> None:
     (x, gate_up, down, ids, shares), given = warp_case(1, 32, 8, 4, 2)
-    arguments = (x, gate_up, down, ids + 2, shares)
-    close(experts_triton.run_experts(*arguments, **given, first=4).float(), reference(*arguments, **given, first=4), TOLERANCE)
+    check((x, gate_up, down, ids + 2, shares), given, TOLERANCE, first=4)
 
 
 def test_joining_a_residual() -> None:
     """Each program chooses for itself, and rows are not divided by their norm yet."""
-    (x, gate_up, down, _, _), given = warp_case(1, 48, 8, 6, 4)
-    router, router_bias, norm, total = random(6, 48, seed=3), random(6, seed=4), random(48, seed=5), random(1, 48, seed=6)
-    sums, how = random(1, 3, seed=7).square() * 48, routing(score="chosen")
-    factor = (sums.sum(1, keepdim=True) / 48 + 1e-5).rsqrt()
-    ids, shares = experts_triton.route((x.float() * factor) @ router.T + router_bias, None, how)
-    rows = reference((x.double() * factor.double()), gate_up, down, ids, shares, **given)
-    expected, normed = total + 0.5 * rows, torch.full_like(x, torch.nan)
-    joining = experts_triton.Joining(total, normed, norm, 0.5, 0.25)
-    squares = experts_triton.add_experts(
-        x, experts_triton.Squares(sums, 48, 1e-5), router, gate_up, down, how, joining, router_bias=router_bias, **given
-    )
-    close(total, expected, 2e-4)  # both rows are whole numbers of 15 bits then
-    close(normed.float(), expected * (norm + 0.25), TOLERANCE)
-    close(squares.sum(1), expected.square().sum(1), 2e-4)
+    check_joining(*warp_case(1, 48, 8, 6, 4), TOLERANCE, of_sums=2e-4)  # both rows are whole numbers of 15 bits then

@@ -11,7 +11,7 @@ from headrace.kernels import experts_triton, experts_widened
 from headrace.kernels.experts_sort import sort_pairs
 from headrace.kernels.experts_widened import WidenedTile, takes_widened, widened_tile
 from headrace.model.weight import E2M1
-from test_kernels_experts import mxfp4, reference, routing
+from test_kernels_experts import check, check_joining, mxfp4, reference
 from test_kernels_fused_decode import DEVICE, close, random
 
 pytestmark = pytest.mark.skipif(not runs_triton(torch.empty(0, device=DEVICE)), reason="needs Triton")
@@ -91,26 +91,12 @@ def test_a_row_is_the_same_beside_any_others() -> None:
 
 def test_experts_elsewhere_give_nothing() -> None:
     (x, gate_up, down, ids, shares), given = widened_case(5, 32, 8, 4, 2)
-    arguments = (x, gate_up, down, ids + 2, shares)
-    close(experts_triton.run_experts(*arguments, **given, first=4).float(), reference(*arguments, **given, first=4), TOLERANCE)
+    check((x, gate_up, down, ids + 2, shares), given, TOLERANCE, first=4)
 
 
 def test_joining_a_residual() -> None:
     """Rows are not divided by their norm yet."""
-    (x, gate_up, down, _, _), given = widened_case(5, 48, 8, 6, 4)
-    router, router_bias, norm, total = random(6, 48, seed=3), random(6, seed=4), random(48, seed=5), random(5, 48, seed=6)
-    sums, how = random(5, 3, seed=7).square() * 48, routing(score="chosen")
-    factor = (sums.sum(1, keepdim=True) / 48 + 1e-5).rsqrt()
-    ids, shares = experts_triton.route((x.float() * factor) @ router.T + router_bias, None, how)
-    rows = reference((x.double() * factor.double()), gate_up, down, ids, shares, **given)
-    expected, normed = total + 0.5 * rows, torch.full_like(x, torch.nan)
-    joining = experts_triton.Joining(total, normed, norm, 0.5, 0.25)
-    squares = experts_triton.add_experts(
-        x, experts_triton.Squares(sums, 48, 1e-5), router, gate_up, down, how, joining, router_bias=router_bias, **given
-    )
-    close(total, expected, TOLERANCE)
-    close(normed.float(), expected * (norm + 0.25), TOLERANCE)
-    close(squares.sum(1), expected.square().sum(1), TOLERANCE)
+    check_joining(*widened_case(5, 48, 8, 6, 4), TOLERANCE, of_sums=TOLERANCE)
 
 
 def test_rows_with_their_columns_turned() -> None:
