@@ -178,15 +178,13 @@ def _operands(words, WARPS: gl.constexpr, one: gl.constexpr, held: gl.constexpr)
     return operands, unit * gl.where(quarter == 0, 0.5, 32768.0)  # half: of a digit there are two columns
 
 
-@gluon.jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])
+@gluon.jit(do_not_specialize=["sumsq_tiles"])
 def _digit_kernel(
-    x_ptr, w_tiles, scales_ptr, zeros_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr,
-    tickets_ptr,
-    M, N, K, sumsq_tiles, sumsq_out_tiles, eps, scale, softcap, norm_offset,
+    x_ptr, w_tiles, scales_ptr, zeros_ptr, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr,
+    N, K, sumsq_tiles, eps, scale, softcap, norm_offset,
     GROUPS: gl.constexpr, ZEROS: gl.constexpr, PHASES: gl.constexpr, TILES: gl.constexpr, COLUMNS_BLOCK: gl.constexpr,
-    BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
-    MODE: gl.constexpr, SUMSQ_BLOCK: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr, MODE: gl.constexpr,
+    SUMSQ_BLOCK: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     TWO: gl.constexpr = (gl.int32, gl.int32)
     THREADS: gl.constexpr = 32 * WARPS
@@ -332,9 +330,10 @@ def plan(tile: DigitTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor
     phases, tiles = width // IN_PHASE, tile.block_n // (8 if rows != columns else 16)
     stages = min(tile.stages, phases * tiles)
     own = {
-        "x_ptr": x, "w_tiles": w_tiles, "scales_ptr": weight.scales, "zeros_ptr": weight.zeros, "GROUPS": width // 128,
-        "ZEROS": weight.zeros is not None, "PHASES": phases, "TILES": tiles, "COLUMNS_BLOCK": next_power_of_2(tile.block_n),
-        "STAGES": stages, "AHEAD": min(stages, SCALES_AHEAD), "WARPS": WARPS, "SUMSQ_BLOCK": sumsq_block(sumsq, 128),
+        "x_ptr": x, "w_tiles": w_tiles, "scales_ptr": weight.scales, "zeros_ptr": weight.zeros, "K": width,
+        "GROUPS": width // 128, "ZEROS": weight.zeros is not None, "PHASES": phases, "TILES": tiles,
+        "COLUMNS_BLOCK": next_power_of_2(tile.block_n), "STAGES": stages, "AHEAD": min(stages, SCALES_AHEAD), "WARPS": WARPS,
+        "SUMSQ_BLOCK": sumsq_block(sumsq, 128),
     }  # fmt: skip
     if tile.registers:
         own["maxnreg"] = tile.registers

@@ -30,11 +30,6 @@ class DigitTile(AllRows):
     def num_warps(self) -> int:
         return WARPS
 
-    @property
-    def num_stages(self) -> int:
-        """Of Triton's own pipeline."""
-        return 1
-
     def otherwise(self, gated: bool) -> WarpTile:
         """What multiplies where the kernel does not run; leaves as many sums of squares, where block_n is a power of two."""
         return WarpTile(self.block_n if self.block_n & (self.block_n - 1) == 0 else 8 if gated else 16, 4, 4, 2)

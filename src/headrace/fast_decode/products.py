@@ -115,7 +115,7 @@ def _launch(
     if sizes is not None:
         more |= {"sizes": sizes, "out_sizes": out_sizes}
     kernel, grid, own = plan(tile, x, weight, columns, sumsq, **more)
-    if not isinstance(tile, GemvTile):
+    if not isinstance(tile, GemvTile | DigitTile):  # of one row, whose sums are in one piece
         own |= {
             "M": rows, "K": width, "SPLITS": tile.splits,
             "sumsq_out_tiles": 0 if sumsq_out is None else sumsq_out.shape[1], "num_stages": tile.num_stages,
