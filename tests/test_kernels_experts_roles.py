@@ -9,6 +9,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 import ptx_interpreter
 from headrace.kernels import experts_roles
+from headrace.kernels.experts_sort import placed
 from headrace.model.weight import E2M1
 
 
@@ -45,5 +46,5 @@ def test_columns_lie_as_a_thread_reads_them() -> None:
     for q in range(4):
         for k16 in range(2):
             for register, column in enumerate((2 * q, 2 * q + 1, 2 * q + 8, 2 * q + 9)):
-                assert experts_roles.placed.fn(16 * k16 + column) == 8 * q + widened[4 * k16 + register]
-    assert sorted(experts_roles.placed.fn(k) for k in range(64, 128)) == list(range(64, 128))
+                assert placed.fn(16 * k16 + column) == 8 * q + widened[4 * k16 + register]
+    assert sorted(placed.fn(k) for k in range(64, 128)) == list(range(64, 128))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.kernels.experts_sort import Sorted, sort_pairs
+from headrace.kernels.experts_sort import Sorted, sort_pairs, tile_end, tile_expert, tile_first
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
 from headrace.kernels.lora import Pair, add_lora_reference
 
@@ -92,15 +92,15 @@ def _shrink_pairs(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    entry = tiles_ptr + 3 * tl.program_id(1)
-    kind = tl.load(entry)
+    slot = tl.program_id(1)
+    kind = tile_expert(tiles_ptr, slot)
     if kind < 0:
         return
     if kind % KINDS == 0:
         return
     adapter = (kind % KINDS - 1) * EXPERTS + kind // KINDS
-    place = tl.load(entry + 1) + tl.arange(0, BLOCK_M)
-    end = tl.load(entry + 2)
+    place = tile_first(tiles_ptr, slot) + tl.arange(0, BLOCK_M)
+    end = tile_end(tiles_ptr, slot)
     ok = place < end
     row = tl.minimum(place, end - 1)
     if CHOSEN > 0:
@@ -127,7 +127,7 @@ def add_low(
     GLU to as many columns of up behind those of gate."""
     SLICES: tl.constexpr = 2 if GLU else 1
     BLOCK_R: tl.constexpr = RANK if RANK < 32 else 32
-    kind = tl.load(tiles_ptr + 3 * tl.program_id(1))
+    kind = tile_expert(tiles_ptr, tl.program_id(1))
     if kind % (SLOTS + 1) > 0:
         adapter = (kind % (SLOTS + 1) - 1) * EXPERTS + kind // (SLOTS + 1)
         n = tl.arange(0, BLOCK_N)

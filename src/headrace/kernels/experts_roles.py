@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.kernels.attention_roles import grid_dependency, is_known
-from headrace.kernels.experts_sort import Sorted
+from headrace.kernels.experts_sort import Sorted, placed, tile_end, tile_expert, tile_first
 from headrace.kernels.launch import pdl
 from headrace.kernels.narrow import NarrowMatrix
 
@@ -71,9 +71,7 @@ _IN_ORDER = gl.constexpr(gl.DistributedLinearLayout(
 
 
 @gluon.jit
-def _load(
-    x_desc, w_desc, rings, at, STEPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
+def _load(x_desc, w_desc, rings, at, STEPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):
     """The one warp's part: each step's bytes of 128 rows of the weights from `row` on and of 128 from `next_row` on, two boxes,
     and the rows of x."""
     x_ring, w_ring, full, free = rings
@@ -90,12 +88,6 @@ def _load(
             high = x_ring.index(2 * stage + 1).slice(32 * j, 32, 0)
             tma.async_copy_global_to_shared(x_desc, [place + 32 * j, i * 128], ready, low)
             tma.async_copy_global_to_shared(x_desc, [place + 32 * j, i * 128 + 64], ready, high)
-
-
-@gluon.jit
-def placed(k):
-    """Which column, or row, lies at k: of 32 the order that a thread's bytes have as a left operand."""
-    return (k & -32) | (k >> 3 & 1) | (k & 1) << 1 | (k >> 4 & 1) << 2 | (k >> 1 & 3) << 3
 
 
 @gluon.jit
@@ -153,8 +145,8 @@ def _add_step(
 
 
 @gluon.jit
-def _store(y, out_ptr, target, ok, column, width, BLOCK_M: gl.constexpr, apart: gl.constexpr):
-    """y [64, BLOCK_M] of columns from `column` on, to rows `target` [BLOCK_M] of out."""
+def _store(y, out_ptr, target, ok, column, width, apart: gl.constexpr):
+    """y [64, M] of columns from `column` on, to rows `target` [M] of out."""
     y = gl.convert_layout(gl.permute(y.to(gl.bfloat16), (1, 0)), apart)
     columns = column + gl.arange(0, 64, layout=gl.SliceLayout(0, apart))
     at = target.to(gl.int64)[:, None] * width + columns[None, :]
@@ -247,12 +239,12 @@ def _multiply(
         else:
             y = b * a / (1.0 + gl.exp(-a))
         y = gl.where((r < N)[:, None], y, 0.0)
-        _store(y, out_ptr, target, ok, column + 64 * group, out_width, BLOCK_M, apart)
+        _store(y, out_ptr, target, ok, column + 64 * group, out_width, apart)
     else:
         share = gl.load(shares_ptr + pair)[None, :]
         target = gl.load(order_ptr + gl.minimum(target, end - 1))
-        _store(a * share, out_ptr, target, ok, column + 128 * group, out_width, BLOCK_M, apart)
-        _store(b * share, out_ptr, target, ok, column + 128 * group + 64, out_width, BLOCK_M, apart)
+        _store(a * share, out_ptr, target, ok, column + 128 * group, out_width, apart)
+        _store(b * share, out_ptr, target, ok, column + 128 * group + 64, out_width, apart)
 
 
 @gluon.jit
@@ -316,12 +308,11 @@ def _roles_tiles(
 ):  # fmt: skip
     if PDL:
         grid_dependency("wait")
-    entry = tiles_ptr + 3 * gl.program_id(1)
-    expert = gl.load(entry)
+    slot = gl.program_id(1)
+    expert = tile_expert(tiles_ptr, slot)
     if expert < 0:
         return
-    place = gl.load(entry + 1)
-    end = gl.load(entry + 2)
+    place, end = tile_first(tiles_ptr, slot), tile_end(tiles_ptr, slot)
     parts = gl.minimum((end - place + 31) // 32, BLOCK_M // 32)
     if GLU:
         column = gl.program_id(0) * 128

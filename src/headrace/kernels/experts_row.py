@@ -24,6 +24,16 @@ from headrace.kernels.narrow import NarrowMatrix, arguments, held_width, packed,
 from headrace.kernels.one_row import add_step, load_step
 
 
+@jit
+def open_gate(g, u, bias_ptr, of_expert, column, N, clamp, ACTIVATION: tl.constexpr):
+    """Columns of an expert's gated product, 0 past its end; `of_expert`: where its biases begin, those of gates."""
+    if bias_ptr is not None:
+        bias = bias_ptr + of_expert + column
+        g += tl.load(bias, mask=column < N, other=0.0).to(tl.float32)
+        u += tl.load(bias + N, mask=column < N, other=0.0).to(tl.float32)
+    return tl.where(column < N, gated(g, u, clamp, ACTIVATION), 0.0)
+
+
 @jit(do_not_specialize=["first_expert", "clamp"])
 def _row_glu(
     x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, ids_ptr, logits_ptr, factors_ptr, out_ptr, N, out_width, first_expert, count,
@@ -85,10 +95,7 @@ def _row_glu(
                 if KIND != "float" and GROUP == 0:
                     g *= tl.load(scales_ptr + rows // SCALE_ROWS, mask=column < N, other=0.0).to(tl.float32)
                     u *= tl.load(scales_ptr + (N + rows) // SCALE_ROWS, mask=column < N, other=0.0).to(tl.float32)
-                if bias_ptr is not None:
-                    g += tl.load(bias_ptr + rows, mask=column < N, other=0.0).to(tl.float32)
-                    u += tl.load(bias_ptr + N + rows, mask=column < N, other=0.0).to(tl.float32)
-                y = tl.where(column < N, gated(g, u, clamp, ACTIVATION), 0.0)
+                y = open_gate(g, u, bias_ptr, base, column, N, clamp, ACTIVATION)
                 place = out_ptr + pair.to(tl.int64) * out_width + column
                 tl.store(place, y.to(out_ptr.dtype.element_ty), mask=column < out_width)
                 acc = tl.zeros([BLOCK_N, SUMS], tl.float32)

@@ -23,6 +23,30 @@ def turned(column):
     return column & -4 | (column & 1) << 1 | (column & 2) >> 1
 
 
+@jit
+def placed(k):
+    """Which column, or row, lies at k: of 32 the order that a thread's bytes have as a left operand (experts_roles.py)."""
+    return (k & -32) | (k >> 3 & 1) | (k & 1) << 1 | (k >> 4 & 1) << 2 | (k >> 1 & 3) << 3
+
+
+@jit
+def tile_expert(tiles_ptr, slot):
+    """Of a slot of `Sorted.tiles`; below 0 it is empty."""
+    return tl.load(tiles_ptr + 3 * slot)
+
+
+@jit
+def tile_first(tiles_ptr, slot):
+    """The tile's first place in the order of the sort."""
+    return tl.load(tiles_ptr + 3 * slot + 1)
+
+
+@jit
+def tile_end(tiles_ptr, slot):
+    """The place behind the last of the tile's expert."""
+    return tl.load(tiles_ptr + 3 * slot + 2)
+
+
 @jit(do_not_specialize=["P", "first", "slots"])
 def _sort(
     ids_ptr, order_ptr, tiles_ptr, x_ptr, turned_ptr, P, first, count, slots,

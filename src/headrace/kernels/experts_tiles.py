@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.kernels.activation import gated
 from headrace.kernels.experts_lora import LowRank, add_low, low_arguments
 from headrace.kernels.experts_row import Joining, alone, finish_row, row_target
-from headrace.kernels.experts_sort import Sorted
+from headrace.kernels.experts_sort import Sorted, tile_end, tile_expert, tile_first
 from headrace.kernels.launch import capability, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, arguments, bytes_together, held_width, packed, span_bytes
 from headrace.kernels.narrow_gemm import narrow_sums
@@ -53,12 +53,12 @@ def _expert_tiles(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    entry = tiles_ptr + 3 * tl.program_id(1)
-    expert = tl.load(entry)
+    slot = tl.program_id(1)
+    expert = tile_expert(tiles_ptr, slot)
     if expert < 0:
         return
-    place = tl.load(entry + 1) + tl.arange(0, BLOCK_M)
-    end = tl.load(entry + 2)
+    place = tile_first(tiles_ptr, slot) + tl.arange(0, BLOCK_M)
+    end = tile_end(tiles_ptr, slot)
     ok = place < end
     place = tl.minimum(place, end - 1)  # rows past the expert's last repeat it, unstored
     pair = tl.load(order_ptr + place)

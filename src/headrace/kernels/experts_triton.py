@@ -22,23 +22,20 @@ from headrace.kernels.experts_few import Choice, chooses_by_logits, row_logits
 from headrace.kernels.experts_lora import ExpertAdds, shrink_pairs, sort_adapted
 from headrace.kernels.experts_route import Routing, Squares, choose, route, route_parts, router_parts, router_tile
 from headrace.kernels.experts_row import Joining, row_down, row_glu
-from headrace.kernels.experts_sort import Sorted, sort_form, sort_pairs
+from headrace.kernels.experts_sort import Sorted, placed, sort_form, sort_pairs, tile_end
 from headrace.kernels.experts_tiles import launch, sum_pairs, tile_for, tile_rows
 from headrace.kernels.experts_warp import takes_warps, warp_down, warp_glu
 from headrace.kernels.experts_warp_tiles import ROWS as WHOLE_ROWS
 from headrace.kernels.experts_warp_tiles import warp_tiles_down, warp_tiles_glu
 from headrace.kernels.experts_wide import takes_wide, wide_down
-from headrace.kernels.experts_widened import launch_widened, takes_widened, widened_tile
+from headrace.kernels.experts_widened import LEAST_PAIRS, MOST_PAIRS, launch_widened, takes_widened, widened_tile
 from headrace.kernels.launch import capability, gdc_launch_dependents, gdc_wait, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, held_width
 
 __all__ = ["Joining", "Squares", "add_experts", "choose", "route", "router_parts", "row_steps", "run_experts"]
 
 ROW_FORM = 2  # rows; of more, each expert's weights had better be read once for all (measured on an H200)
-WHOLE_PAIRS = 1  # for each expert, below which MXFP4 is multiplied by whole numbers (measured on an H200 with 32 experts)
-ROLES_PAIRS = 12  # and above which by warps with roles; between these it is widened (experts_widened.widened_tile)
 MOST_BYTES = 2 << 30  # of what lies between the kernels; more rows are computed in parts
-
 MOST_ROWS = 1 << 15
 
 
@@ -101,13 +98,10 @@ def _pad_rows(
     of_x = row
     from_column = column
     if order_ptr is not None:
-        if row >= tl.load(tiles_ptr + 3 * slots - 1):  # behind the last held expert's last
+        if row >= tile_end(tiles_ptr, slots - 1):  # behind the last held expert's last
             return
         of_x = (tl.load(order_ptr + row) // CHOSEN).to(tl.int64)
-        # of 32 columns the order in which experts_roles.py has a thread's bytes
-        from_column = (
-            column & -32 | column >> 3 & 1 | (column & 1) << 1 | (column >> 4 & 1) << 2 | (column >> 1 & 3) << 3
-        )
+        from_column = placed(column)
     x = tl.load(x_ptr + of_x * width + from_column, mask=from_column < width, other=0.0)
     tl.store(out_ptr + row * out_width + column, x, mask=column < out_width)
 
@@ -202,11 +196,11 @@ def _tiles(
 
 
 def _are_whole(pairs: int, count: int) -> bool:
-    return pairs < WHOLE_PAIRS * count
+    return pairs < LEAST_PAIRS * count
 
 
 def _has_roles(pairs: int, count: int) -> bool:
-    return pairs > ROLES_PAIRS * count
+    return pairs > MOST_PAIRS * count
 
 
 def find_roles(x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, activation: Activation, clamp: float) -> Any:

@@ -18,10 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from headrace.kernels.activation import gated
 from headrace.kernels.experts_digits import Digits, new_digits, split_digits, store_digits
 from headrace.kernels.experts_few import Choice, choice_of, expert_of
-from headrace.kernels.experts_row import Joining, alone, finish_row, row_target
+from headrace.kernels.experts_row import Joining, alone, finish_row, open_gate, row_target
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, hold, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, assembly, held_width
 from headrace.kernels.warp_products import LOAD, LOAD_ONCE, load_words
@@ -225,11 +224,7 @@ def _warp_glu(
     column = first + tl.arange(0, 32)
     g = tl.reshape(tl.sum(tl.sum(tl.reshape(acc[0], (4, WARPS, 8, 4)), 3), 1), (32,)) * factor
     u = tl.reshape(tl.sum(tl.sum(tl.reshape(acc[1], (4, WARPS, 8, 4)), 3), 1), (32,)) * factor
-    if bias_ptr is not None:
-        bias = bias_ptr + expert * (2 * N) + column
-        g += tl.load(bias, mask=column < N, other=0.0).to(tl.float32)
-        u += tl.load(bias + N, mask=column < N, other=0.0).to(tl.float32)
-    y = tl.where(column < N, gated(g, u, clamp, ACTIVATION), 0.0)  # past its end a row is 0
+    y = open_gate(g, u, bias_ptr, expert * (2 * N), column, N, clamp, ACTIVATION)
     store_digits(split_digits(y), out_ptr, out_scales_ptr, pair, tl.program_id(1), WIDTH)
 
 

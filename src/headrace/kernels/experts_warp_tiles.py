@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.kernels.activation import gated
 from headrace.kernels.experts_digits import Digits, new_digits, split_digits, store_digits
-from headrace.kernels.experts_sort import Sorted
+from headrace.kernels.experts_row import open_gate
+from headrace.kernels.experts_sort import Sorted, tile_end, tile_expert, tile_first
 from headrace.kernels.experts_warp import add_runs, constants_of, load_first, of_weights, of_x, own_runs
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, held_width
@@ -41,11 +41,11 @@ def _warp_tiles(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    entry = tiles_ptr + 3 * tl.program_id(1)
-    expert = tl.load(entry)
+    slot = tl.program_id(1)
+    expert = tile_expert(tiles_ptr, slot)
     if expert < 0:
         return
-    at, end = tl.load(entry + 1), tl.load(entry + 2)
+    at, end = tile_first(tiles_ptr, slot), tile_end(tiles_ptr, slot)
     t = tl.arange(0, WARPS * 128)
     lane, warp, tile = t % 32, t // 32 % WARPS, t // 32 // WARPS
     if GLU:
@@ -75,11 +75,7 @@ def _warp_tiles(
                 if factors_ptr is not None:
                     factor = tl.load(factors_ptr + pairs[r] // CHOSEN)
                     g, u = g * factor, u * factor
-                if bias_ptr is not None:
-                    bias = bias_ptr + expert * (2 * N) + column
-                    g += tl.load(bias, mask=column < N, other=0.0).to(tl.float32)
-                    u += tl.load(bias + N, mask=column < N, other=0.0).to(tl.float32)
-                y = tl.where(column < N, gated(g, u, clamp, ACTIVATION), 0.0)  # past its end a row is 0
+                y = open_gate(g, u, bias_ptr, expert * (2 * N), column, N, clamp, ACTIVATION)
                 store_digits(split_digits(y), out_ptr, out_scales_ptr, pairs[r], tl.program_id(0), WIDTH)
             else:
                 y = tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (64,))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headrace.kernels.experts_sort import Sorted
+from headrace.kernels.experts_sort import Sorted, tile_end, tile_expert, tile_first
 from headrace.kernels.launch import TensorDescriptor, capability, gdc_launch_dependents, gdc_wait, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix
 
@@ -27,12 +27,11 @@ def _wide_down(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    entry = tiles_ptr + 3 * tl.program_id(1)
-    expert = tl.load(entry)
+    slot = tl.program_id(1)
+    expert = tile_expert(tiles_ptr, slot)
     if expert < 0:
         return
-    m0 = tl.load(entry + 1)
-    end = tl.load(entry + 2)
+    m0, end = tile_first(tiles_ptr, slot), tile_end(tiles_ptr, slot)
     place = m0 + tl.arange(0, BLOCK_M)
     pair = tl.load(order_ptr + tl.minimum(place, end - 1))
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -18,12 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.kernels.activation import gated
-from headrace.kernels.experts_sort import Sorted, turned
+from headrace.kernels.experts_row import open_gate
+from headrace.kernels.experts_sort import Sorted, tile_end, tile_expert, tile_first, turned
 from headrace.kernels.experts_warp import own_runs
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, hold, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, assembly, held_width
 from headrace.kernels.warp_products import LOAD, LOAD_ONCE, M_8, MULTIPLY_8, load_words
+
+# For each expert, on average: fewer are multiplied by whole numbers (experts_warp_tiles.py), more by warps with roles
+# (experts_roles.py). Measured on an H200 with 32 experts, as are the tiles
+LEAST_PAIRS, MOST_PAIRS = 1, 12
 
 
 def _widen() -> Any:
@@ -139,11 +143,11 @@ def _widened_tiles(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    entry = tiles_ptr + 3 * tl.program_id(1)
-    expert = tl.load(entry)
+    slot = tl.program_id(1)
+    expert = tile_expert(tiles_ptr, slot)
     if expert < 0:
         return
-    at, end = tl.load(entry + 1), tl.load(entry + 2)
+    at, end = tile_first(tiles_ptr, slot), tile_end(tiles_ptr, slot)
     if GLU:  # noqa: SIM102  (the compiler decides this one)
         if first >= N:  # past its end a row is 0
             column = first + tl.arange(0, COLUMNS)
@@ -221,11 +225,7 @@ def _widened_tiles(
             if factors_ptr is not None:
                 factor = tl.load(factors_ptr + pair // CHOSEN)[None, :]
                 g, u = g * factor, u * factor
-            if bias_ptr is not None:
-                bias = bias_ptr + expert * (2 * N) + column
-                g += tl.load(bias, mask=column < N, other=0.0).to(tl.float32)[:, None]
-                u += tl.load(bias + N, mask=column < N, other=0.0).to(tl.float32)[:, None]
-            y = tl.where((column < N)[:, None], gated(g, u, clamp, ACTIVATION), 0.0)
+            y = open_gate(g, u, bias_ptr, expert * (2 * N), column[:, None], N, clamp, ACTIVATION)
             to_row = place
         else:
             y = tl.reshape(tl.permute(y, (0, 3, 4, 1, 2, 5)), (COLUMNS, 8))
@@ -252,8 +252,8 @@ class WidenedTile(NamedTuple):
 
 
 def widened_tile(pairs: int, count: int) -> WidenedTile | None:
-    """By the rows that an expert has on average: where these products take less than others (measured on an H200 with 32)."""
-    if pairs < count or pairs > 12 * count:
+    """None: others take less."""
+    if not LEAST_PAIRS * count <= pairs <= MOST_PAIRS * count:
         return None
     return WidenedTile(8, 1, 4, 1, 2, 3, True, 128) if pairs <= 4 * count else WidenedTile(16, 2, 8, 2, 1, 2, False, 128)
 
