@@ -25,8 +25,8 @@ def mlp_of(w: LayerWeights, config: ModelConfig, layer: int, make: MakeLinear, r
     return DenseMlp(gate_up, down, config.intermediate_size, config.activation, config.gated)
 
 
-class ExpertsMlp:
-    """An `Mlp`. `weights` are a layer's own (`LayerWeights.more`), by these names:
+class ExpertsMlp(Mlp):
+    """`weights` are a layer's own (`LayerWeights.more`), by these names:
 
     router [E, H], router_bias [E], correction [E], shared_gate [1, H] (all float32); experts_gate_up [e * 2 I, H], of each
     expert its gate rows and then its up rows, experts_down [e * H, I], and their biases experts_gate_up_bias,
@@ -65,9 +65,6 @@ class ExpertsMlp:
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         total += self(x)
-
-    def halves(self, rows: int) -> None:
-        return None
 
     def product(self, x: Tensor) -> Tensor:
         firsts = range(0, len(x), self.max_rows) if len(x) else (0,)

@@ -94,7 +94,7 @@ def _leave_out(shared: Pass, last: WantedRows) -> None:
         shared.tables = {kind: (cos[last.index], sin[last.index]) for kind, (cos, sin) in shared.tables.items()}
 
 
-class ClosingMlp:
+class ClosingMlp(Mlp):
     """A layer's feed-forward part, and what follows it: all that is done to the residual stream, which is scaled at the end."""
 
     fuses_add = True
@@ -122,9 +122,6 @@ class ClosingMlp:
         add_normed(total, out, self.norm, self.eps)
         inner = act_mul(torch.cat((self.gate(total), self.rows), 1), self.activation)
         add_normed(total, self.back(inner), self.input_norm, self.eps, self.scalar)
-
-    def halves(self, rows: int) -> None:
-        return None
 
     def __call__(self, x: Tensor) -> Tensor:
         raise TypeError("what this part does is no addition to the residual stream")

@@ -26,12 +26,12 @@ class Mlp(Protocol):
 
     def add_to(self, total: Tensor, x: Tensor) -> None: ...
 
-    def halves(self, rows: int) -> Product | None: ...
+    def halves(self, rows: int) -> Product | None:
+        return None
 
 
 class DenseMlp:
-    """down(activation(gate) * up), or of one product without a gate; of so many rows at once that what lies between stays in
-    reach (`max_rows`)."""
+    """down(activation(gate) * up), or without a gate; of `max_rows` at once, so that what lies between stays in reach."""
 
     def __init__(self, gate_up: Linear, down: Linear, intermediate_size: int, activation: Activation, gated: bool = True):
         self.act = act_mul if gated else act

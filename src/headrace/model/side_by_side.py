@@ -24,7 +24,7 @@ class SideBySide:
         return self.attention.out.product(attended) + self.mlp.product(rows)
 
 
-class Nothing:
+class Nothing(Mlp):
     """An MLP that adds nothing."""
 
     fuses_add = True
@@ -38,6 +38,3 @@ class Nothing:
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """`total` stays what it is."""
-
-    def halves(self, rows: int) -> None:
-        return None
