@@ -38,7 +38,7 @@ def delta_rule_triton(
     if kept.behind is not None:
         alone = first_prompt(batch)
         _verify[(count * layer.value_heads,)](
-            projected, gates, kept.inputs, kept.states, kept.behind, *places, *weights, out, *strides, count, alone, **sizes,
+            projected, gates, kept.inputs, kept.states, kept.behind, *places, *weights, out, *strides, alone, **sizes,
             ANY=any_rows, **options,
         )  # fmt: skip
     elif alone:
@@ -174,10 +174,10 @@ def _reached(x, x_stride, ring, conv, at, t, position, KERNEL: tl.constexpr, RIN
     return total * tl.sigmoid(total)
 
 
-@jit(do_not_specialize=["count", "verified"])
+@jit(do_not_specialize=["verified"])
 def _verify(
     projected, gates, inputs, states, behind, positions, seq_slots, seq_lens, query_start, conv, decay, bias, norm, out,
-    row_stride, gate_stride, eps, length_eps, count, verified,
+    row_stride, gate_stride, eps, length_eps, verified,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KERNEL: tl.constexpr,
     RING: tl.constexpr, WIDTH: tl.constexpr, ANY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

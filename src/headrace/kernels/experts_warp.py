@@ -163,7 +163,7 @@ def add_runs(rows, runs, xs, constants, own, OWN: tl.constexpr, AHEAD: tl.conste
 
 
 @jit
-def load_first(rows, own, OWN: tl.constexpr, AHEAD: tl.constexpr):
+def load_first(rows, own, AHEAD: tl.constexpr):
     """The runs that `add_runs` begins with."""
     runs = ()
     for i in tl.static_range(AHEAD):
@@ -219,7 +219,7 @@ def _warp_glu(
     up, up_scales = of_weights(w_ptr, scales_ptr, of_row + N, lane, warp * OWN, K)
     x, x_scales = of_x(x_ptr, x_scales_ptr, row.to(tl.int64), lane, warp * OWN, K)
     rows, own = ((gate, gate_scales), (up, up_scales)), own_runs(warp, RUNS, WARPS)
-    runs = load_first(rows, own, OWN, AHEAD)
+    runs = load_first(rows, own, AHEAD)
     acc = add_runs(rows, runs, ((x, x_scales),), constants_of(lane), own, OWN, AHEAD, PDL)
     column = first + tl.arange(0, 32)
     g = tl.reshape(tl.sum(tl.sum(tl.reshape(acc[0], (4, WARPS, 8, 4)), 3), 1), (32,)) * factor
@@ -263,7 +263,7 @@ def _warp_down(
     before, norm = row_target(residual_ptr, norm_ptr, row, column, N, norm_offset)
     x, x_scales = of_x(x_ptr, x_scales_ptr, (row * CHOSEN + chosen).to(tl.int64), lane, warp * OWN, K)
     rows, own = ((above, above_scales), (below, below_scales)), own_runs(warp, RUNS, WARPS)
-    runs = load_first(rows, own, OWN, AHEAD)
+    runs = load_first(rows, own, AHEAD)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -63,7 +63,7 @@ def _warp_tiles(
         pairs = pairs + (pair,)
         xs = xs + (of_x(x_ptr, x_scales_ptr, row.to(tl.int64), lane, warp * OWN, K),)
     rows, own = ((above, above_scales), (below, below_scales)), own_runs(warp, RUNS, WARPS)
-    runs = load_first(rows, own, OWN, AHEAD)
+    runs = load_first(rows, own, AHEAD)
     acc = add_runs(rows, runs, xs, constants_of(lane), own, OWN, AHEAD, PDL)
     column = first + tl.arange(0, COLUMNS)
     for r in tl.static_range(ROWS):
