@@ -28,7 +28,7 @@ from headrace.kernels.experts_warp import takes_warps, warp_down, warp_glu
 from headrace.kernels.experts_warp_tiles import ROWS as WHOLE_ROWS
 from headrace.kernels.experts_warp_tiles import warp_tiles_down, warp_tiles_glu
 from headrace.kernels.experts_wide import takes_wide, wide_down
-from headrace.kernels.experts_widened import LEAST_PAIRS, MOST_PAIRS, launch_widened, takes_widened, widened_tile
+from headrace.kernels.experts_widened import LEAST_PAIRS, MOST_PAIRS, WidenedTile, launch_widened, takes_widened, widened_tile
 from headrace.kernels.launch import capability, gdc_launch_dependents, gdc_wait, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, held_width
 
@@ -161,14 +161,42 @@ def _tiles(
 ) -> Tensor | None:  # fmt: skip
     ids, shares = choice.ids, choice.shares
     assert ids is not None and shares is not None
-    if adds is None and _are_whole(ids.numel(), how.count) and takes_warps(x, gate_up, down, ids.shape[1]):
-        return _whole_tiles(x, gate_up, down, choice, factors, out, how)
-    if adds is None and widened_tile(ids.numel(), how.count) and takes_widened(x, gate_up, down):
-        return _widened_tiles(x, gate_up, down, choice, factors, out, how)
-    if adds is None and _has_roles(ids.numel(), how.count):
-        roles = find_roles(x, gate_up, down, how.activation, how.clamp)
-        if roles is not None:
-            return _role_tiles(roles, x, gate_up, down, choice, factors, out, how)
+    pairs, given = ids.numel(), (x, gate_up, down, ids, shares, factors, how)
+    if adds is None and _are_whole(pairs, how.count) and takes_warps(x, gate_up, down, choice.chosen):
+        parts = _whole_parts(*given)
+    elif adds is None and (tile := widened_tile(pairs, how.count)) is not None and takes_widened(x, gate_up, down):
+        parts = _widened_parts(*given, tile)
+    elif adds is None and _has_roles(pairs, how.count) and (roles := find_roles(x, gate_up, down, how.activation, how.clamp)):
+        parts = _role_parts(*given, roles)
+    else:
+        parts = _parts(*given, adds)
+    return sum_pairs(parts, ids, out, how.count, how.first)
+
+
+def _are_whole(pairs: int, count: int) -> bool:
+    return pairs < LEAST_PAIRS * count
+
+
+def _has_roles(pairs: int, count: int) -> bool:
+    return pairs > MOST_PAIRS * count
+
+
+def find_roles(x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, activation: Activation, clamp: float) -> Any:
+    """The kernel with roles for warps, where the card has them, this Triton knows how to write it, and it takes these."""
+    if capability(x.device) != (9, 0):
+        return None
+    try:
+        from headrace.kernels import experts_roles
+    except (ImportError, AttributeError):
+        return None
+    return experts_roles if experts_roles.takes(x, gate_up, down, activation, clamp) else None
+
+
+def _parts(
+    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, ids: Tensor, shares: Tensor, factors: Tensor | None, how: _How,
+    adds: ExpertAdds | None,
+) -> Tensor:  # fmt: skip
+    """What each pair adds [T * k, H]; as the three behind it, for any weights."""
     pairs, chosen, hidden = ids.numel(), ids.shape[1], down.shape[0] // how.count
     block_m = tile_rows(pairs, how.count, x.itemsize)
     between, low, low_down = x.new_empty(pairs, held_width(down)), None, None
@@ -192,53 +220,25 @@ def _tiles(
             between, down, how.down_bias, in_order, chosen, parts, hidden, tile_for(down, x, block_m), shares=shares,
             low=low_down,
         )  # fmt: skip
-    return sum_pairs(parts, ids, out, how.count, how.first)
+    return parts
 
 
-def _are_whole(pairs: int, count: int) -> bool:
-    return pairs < LEAST_PAIRS * count
-
-
-def _has_roles(pairs: int, count: int) -> bool:
-    return pairs > MOST_PAIRS * count
-
-
-def find_roles(x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, activation: Activation, clamp: float) -> Any:
-    """The kernel with roles for warps, where the card has them, this Triton knows how to write it, and it takes these."""
-    if capability(x.device) != (9, 0):
-        return None
-    try:
-        from headrace.kernels import experts_roles
-    except (ImportError, AttributeError):
-        return None
-    return experts_roles if experts_roles.takes(x, gate_up, down, activation, clamp) else None
-
-
-def _whole_tiles(
-    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, choice: Choice, factors: Tensor | None, out: Tensor | Joining,
-    how: _How,
-) -> Tensor | None:  # fmt: skip
-    ids, shares = choice.ids, choice.shares
-    assert ids is not None and shares is not None
-    chosen, hidden = ids.shape[1], down.shape[0] // how.count
+def _whole_parts(
+    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, ids: Tensor, shares: Tensor, factors: Tensor | None, how: _How
+) -> Tensor:  # fmt: skip
     in_order = sort_pairs(ids, how.count, how.first, WHOLE_ROWS)
     between = warp_tiles_glu(
-        digits(x, held_width(gate_up)), gate_up, how.gate_up_bias, in_order, chosen, held_width(down), how.inner,
+        digits(x, held_width(gate_up)), gate_up, how.gate_up_bias, in_order, ids.shape[1], held_width(down), how.inner,
         activation=how.activation, clamp=how.clamp, factors=factors,
     )  # fmt: skip
-    parts = warp_tiles_down(between, down, how.down_bias, in_order, shares, hidden)
-    return sum_pairs(parts, ids, out, how.count, how.first)
+    return warp_tiles_down(between, down, how.down_bias, in_order, shares, down.shape[0] // how.count)
 
 
-def _widened_tiles(
-    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, choice: Choice, factors: Tensor | None, out: Tensor | Joining,
-    how: _How,
-) -> Tensor | None:  # fmt: skip
-    ids, shares = choice.ids, choice.shares
-    assert ids is not None and shares is not None
+def _widened_parts(
+    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, ids: Tensor, shares: Tensor, factors: Tensor | None, how: _How,
+    tile: WidenedTile,
+) -> Tensor:  # fmt: skip
     pairs, chosen, hidden = ids.numel(), ids.shape[1], down.shape[0] // how.count
-    tile = widened_tile(pairs, how.count)
-    assert tile is not None
     rows = x.new_empty(len(x), held_width(gate_up))
     in_order = sort_pairs(ids, how.count, how.first, tile.rows, (x.contiguous(), rows))
     between = x.new_empty(pairs, held_width(down))
@@ -248,15 +248,13 @@ def _widened_tiles(
     )  # fmt: skip
     parts = torch.empty((pairs, hidden), dtype=torch.float32, device=x.device)
     launch_widened(between, down, how.down_bias, in_order, chosen, parts, hidden, tile, shares=shares)
-    return sum_pairs(parts, ids, out, how.count, how.first)
+    return parts
 
 
-def _role_tiles(
-    roles: Any, x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, choice: Choice, factors: Tensor | None,
-    out: Tensor | Joining, how: _How,
-) -> Tensor | None:  # fmt: skip
-    ids, shares = choice.ids, choice.shares
-    assert ids is not None and shares is not None
+def _role_parts(
+    x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, ids: Tensor, shares: Tensor, factors: Tensor | None, how: _How,
+    roles: Any,
+) -> Tensor:  # fmt: skip
     pairs, chosen, hidden = ids.numel(), ids.shape[1], x.shape[1]
     in_order = sort_pairs(ids, how.count, how.first, roles.ROWS)
     between = x.new_empty(pairs, held_width(down))
@@ -266,7 +264,7 @@ def _role_tiles(
     )  # fmt: skip
     parts = x.new_empty(pairs, hidden)
     roles.down(between, down, how.down_bias, in_order, shares, parts, how.inner)
-    return sum_pairs(parts, ids, out, how.count, how.first)
+    return parts
 
 
 def most_rows(chosen: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
