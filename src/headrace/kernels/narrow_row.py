@@ -1,4 +1,4 @@
-"""The inner loop of `gemv.py` for narrow weights: a tile of bytes times one row of x, on the CUDA cores.
+"""A step of one_row.py with narrow weights: a tile of bytes times one row of x, on the CUDA cores.
 
 Sixteen bytes of a row, which one thread loads at once, are summed within it; their sum is scaled, and freed of zeros, by one
 scale or by one of each half. So a scale costs an instruction for sixteen weights or more.

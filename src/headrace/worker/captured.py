@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MIB = 1 << 20
-PAGES = 64  # a power of two (see prepare.py); so many steps may be under way, those of a draft model among them
+PAGES = 64  # a power of two (see kernels/prepare.py); so many steps may be under way, those of a draft model among them
 HALF = PAGES // 2
 COVERING = {Tail.GREEDY: 0, Tail.RANDOM: 1, Tail.FILTERED: 2}  # a sampler does what those before it do, with the same ids
 MISSES, SETTLED_SECONDS = 1000, 75.0  # a minute, and what a start still does when the first steps are captured
