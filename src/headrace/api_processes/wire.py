@@ -1,4 +1,4 @@
-"""What travels between the server's process and one that serves HTTP, beside the engine's messages (distributed/remote_wire.py)."""
+"""What travels between the server's process and one that serves HTTP, beside the engine's messages (remote_wire.py)."""
 
 from __future__ import annotations
 

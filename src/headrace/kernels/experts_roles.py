@@ -211,8 +211,9 @@ def _multiply(
         above, below, low, high, one, other, of_above, of_below, x_ring, LAST, BLOCK_M, not HALF, GLU, bytes, left
     )  # fmt: skip
     a, b = warpgroup_mma_wait(0, deps=[above, below])
-    a = a * 4294967296.0
-    b = b * 4294967296.0
+    MORE: gl.constexpr = 2.0**32
+    a = a * MORE
+    b = b * MORE
     m = place + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, sums))
     pair = gl.load(order_ptr + gl.minimum(m, end - 1))
     if factors_ptr is not None:

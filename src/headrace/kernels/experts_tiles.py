@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from headrace.kernels.activation import gated
+from headrace.kernels.experts_ends import Joining, alone, finish_row, row_target
 from headrace.kernels.experts_lora import LowRank, add_low, low_arguments
-from headrace.kernels.experts_row import Joining, alone, finish_row, row_target
 from headrace.kernels.experts_sort import Sorted, tile_end, tile_expert, tile_first
 from headrace.kernels.launch import capability, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, arguments, bytes_together, held_width, packed, span_bytes

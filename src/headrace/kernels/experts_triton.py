@@ -18,10 +18,11 @@ from torch import Tensor
 
 from headrace.kernels.activation import Activation
 from headrace.kernels.experts_digits import Digits, digits, new_digits
+from headrace.kernels.experts_ends import Joining
 from headrace.kernels.experts_few import Choice, chooses_by_logits, row_logits
 from headrace.kernels.experts_lora import ExpertAdds, shrink_pairs, sort_adapted
 from headrace.kernels.experts_route import Routing, Squares, choose, route, route_parts, router_parts, router_tile
-from headrace.kernels.experts_row import Joining, row_down, row_glu
+from headrace.kernels.experts_row import row_down, row_glu
 from headrace.kernels.experts_sort import Sorted, placed, sort_form, sort_pairs, tile_end
 from headrace.kernels.experts_tiles import launch, sum_pairs, tile_for, tile_rows
 from headrace.kernels.experts_warp import takes_warps, warp_down, warp_glu

@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from headrace.kernels.experts_digits import Digits, new_digits, split_digits, store_digits
+from headrace.kernels.experts_ends import Joining, alone, finish_row, open_gate, row_target
 from headrace.kernels.experts_few import Choice, choice_of, expert_of
-from headrace.kernels.experts_row import Joining, alone, finish_row, open_gate, row_target
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, hold, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, assembly, held_width
 from headrace.kernels.warp_products import LOAD, LOAD_ONCE, load_words

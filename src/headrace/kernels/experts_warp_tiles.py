@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.experts_digits import Digits, new_digits, split_digits, store_digits
-from headrace.kernels.experts_row import open_gate
+from headrace.kernels.experts_ends import open_gate
 from headrace.kernels.experts_sort import Sorted, tile_end, tile_expert, tile_first
 from headrace.kernels.experts_warp import add_runs, constants_of, load_first, of_weights, of_x, own_runs
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, jit, pdl, tl

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headrace.kernels.experts_row import open_gate
+from headrace.kernels.experts_ends import open_gate
 from headrace.kernels.experts_sort import Sorted, tile_end, tile_expert, tile_first, turned
 from headrace.kernels.experts_warp import own_runs
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, hold, jit, pdl, tl
