@@ -1,6 +1,6 @@
 """Runs the inline PTX of kernels in Triton's interpreter: threads are elements of a tensor, 32 neighbours a warp.
 
-Only what headrace.kernels.warp_products and pairs write: loads, bytes and bits, pairs of bfloat16, and the tensor cores' products m16n8k16 and, of bytes, m16n8k32.
+Only what headrace.kernels.warp_words and pairs write: loads, bytes and bits, pairs of bfloat16, and the tensor cores' products m16n8k16 and, of bytes, m16n8k32.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from headrace.kernels.experts_ends import Joining, alone, finish_row, open_gate,
 from headrace.kernels.experts_few import Choice, choice_of, expert_of
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, hold, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, assembly, held_width
-from headrace.kernels.warp_products import LOAD, LOAD_ONCE, load_words
+from headrace.kernels.warp_words import LOAD, LOAD_ONCE, load_words
 
 COLUMNS = 32  # of the gated product a program has: a group of what comes next
 WARPS = 2  # that share columns

@@ -23,7 +23,7 @@ from headrace.kernels.experts_sort import Sorted, tile_end, tile_expert, tile_fi
 from headrace.kernels.experts_warp import own_runs
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, hold, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, assembly, held_width
-from headrace.kernels.warp_products import LOAD, LOAD_ONCE, M_8, MULTIPLY_8, load_words
+from headrace.kernels.warp_words import LOAD, LOAD_ONCE, M_8, MULTIPLY_8, load_words
 
 # For each expert, on average: fewer are multiplied by whole numbers (experts_warp_tiles.py), more by warps with roles
 # (experts_roles.py). Measured on an H200 with 32 experts, as are the tiles
