@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace.cache.kv_cache import KVCache
 from headrace.kernels.attention_decode import max_tokens, split_attention
 from headrace.kernels.attention_prefill import varlen_attention
-from headrace.kernels.launch import capability
+from headrace.kernels.launch import capability, takes_gluon
 from headrace.kernels.split import SplitSpace, num_slots, split_space
 from headrace.model.attention import AttentionBackend, KeyValues
 from headrace.model.batch import ForwardBatch
@@ -179,4 +179,4 @@ def find_roles(device: torch.device) -> Any:
         from headrace.kernels import attention_roles
     except (ImportError, AttributeError):
         return None
-    return attention_roles if attention_roles.is_known() else None
+    return attention_roles if takes_gluon() else None

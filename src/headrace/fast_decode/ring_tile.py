@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +9,11 @@ from torch import Tensor
 
 from headrace.fast_decode.skinny_gemm import AllRows, GemmTile
 from headrace.fast_decode.wide_gemm import WideTile
-from headrace.kernels.launch import capability, next_power_of_2
+from headrace.kernels.launch import capability, next_power_of_2, takes_gluon
 from headrace.model.config import ModelConfig
 from headrace.model.weight import Weight
 
 MAX_ROWS = 64
-WRITTEN_FOR = "3.6."  # Triton: Gluon is young
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +75,9 @@ def row_block(rows: int) -> int:
     return max(8, next_power_of_2(rows))
 
 
-@functools.cache
-def is_known() -> bool:
-    """Whether Triton is of a kind that the kernel was written for, and compiles it."""
-    try:
-        import triton
-    except ImportError:
-        return False
-    return triton.__version__.startswith(WRITTEN_FOR) and not triton.knobs.runtime.interpret
-
-
 def runs(x: Tensor) -> bool:
     """Whether kernels in Gluon for Hopper run on what x lies on, in bfloat16."""
-    return x.dtype == torch.bfloat16 and capability(x.device)[0] == 9 and is_known()
+    return x.dtype == torch.bfloat16 and capability(x.device)[0] == 9 and takes_gluon()
 
 
 def takes(weight: Weight, x: Tensor) -> bool:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.fast_decode.ring_tile import is_known
 from headrace.fast_decode.skinny_gemm import AllRows, GemmTile
-from headrace.kernels.launch import capability
+from headrace.kernels.launch import capability, takes_gluon
 from headrace.model.weight import Weight
 
 MAX_ROWS = 64
@@ -46,5 +45,5 @@ def suit(weights: Iterable[Weight], dtype: torch.dtype, device: torch.device) ->
 
 def runs(x: Tensor) -> bool:
     """Whether the kernel runs on what x lies on."""
-    return capability(x.device)[0] == 9 and is_known()
+    return capability(x.device)[0] == 9 and takes_gluon()
 

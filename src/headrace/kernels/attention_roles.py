@@ -10,7 +10,6 @@ runs it.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +25,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from headrace.kernels.attention_prefill import is_bounded
 from headrace.kernels.launch import pdl
 
-WRITTEN_FOR = "3.6."  # Triton: Gluon is young
 ROWS = 64  # of a group: of so many tensor cores' products are made
 TILE = 64  # keys of a step, a block of the cache
 LOG2_E = 1.4426950408889634
@@ -245,11 +243,6 @@ def _roles_attention(
     )  # fmt: skip
     if PDL:
         grid_dependency("launch_dependents")
-
-
-def is_known() -> bool:
-    """Whether this Triton is one that the kernel was written for."""
-    return triton.__version__.startswith(WRITTEN_FOR)
 
 
 def takes(q: Tensor, k_cache: Tensor, softcap: float, sinks: Tensor | None) -> bool:

@@ -24,9 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from headrace.kernels.attention_roles import grid_dependency, is_known
+from headrace.kernels.attention_roles import grid_dependency
 from headrace.kernels.experts_sort import Sorted, placed, tile_end, tile_expert, tile_first
-from headrace.kernels.launch import pdl
+from headrace.kernels.launch import pdl, takes_gluon
 from headrace.kernels.narrow import NarrowMatrix
 
 ROWS = 128  # of x in a tile
@@ -354,7 +354,7 @@ def takes(x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, activation: str,
     fit = all(
         w.kind == "fp4" and w.group == 32 and w.scales is not None and w.scales.dtype == torch.bfloat16 for w in (gate_up, down)
     )
-    return is_known() and fit and x.dtype == torch.bfloat16 and (clamp > 0 or activation == "silu")
+    return takes_gluon() and fit and x.dtype == torch.bfloat16 and (clamp > 0 or activation == "silu")
 
 
 def glu(

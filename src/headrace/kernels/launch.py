@@ -51,12 +51,13 @@ __all__ = [
     "num_multiprocessors",
     "on_gpu",
     "pdl",
+    "takes_gluon",
     "tl",
     "touch",
 ]
 
-# Here a compiled kernel is known to take all arguments in order, constants too. Elsewhere every launch goes Triton's way.
-_KNOWN = _TRITON.startswith("3.6.")
+WRITTEN_FOR = "3.6."  # Triton, which Gluon changes with. There a compiled kernel takes all arguments in order, constants too
+_KNOWN = _TRITON.startswith(WRITTEN_FOR)  # elsewhere every launch goes Triton's way
 
 
 @jit
@@ -84,6 +85,16 @@ def is_roomy(device: torch.device) -> bool:
     """Whether a program may have more than 99 KB of shared memory: on data centre cards (an A100 163 KB, an H100 227 KB)."""
     major, minor = capability(device)
     return major in (9, 10) or (major == 8 and minor in (0, 7)) or not major
+
+
+@functools.cache
+def takes_gluon() -> bool:
+    """Whether Triton is of the kind that kernels in Gluon, which is young, were written for, and compiles them."""
+    if not _TRITON.startswith(WRITTEN_FOR):
+        return False
+    from triton import knobs
+
+    return not knobs.runtime.interpret
 
 
 @functools.cache
