@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine_driver import make_core
+from headrace.cache.memory import zeros
 from headrace.config import EngineConfig
 from headrace.engine.build import resolve
 from headrace.errors import CapacityError, ParameterError
@@ -225,6 +226,15 @@ MEMINFO = {"proc/meminfo": "MemTotal:       67108864 kB\nMemFree:        1024 kB
 V2 = {"proc/self/cgroup": "0::/\n"}
 V1 = {"proc/self/cgroup": "9:name=systemd:/docker/abc\n4:memory:/docker/abc\n2:cpu,cpuacct:/docker/abc\n0::/docker/abc\n"}
 GROUP = "sys/fs/cgroup"
+COMMITS = f"CommitLimit: {8 * 2**20} kB\nCommitted_AS: {2 * 2**20} kB\nHugePages_Total: 0\n"
+
+
+def limits(name: str, soft: int | str) -> dict[str, str]:
+    """Those of a process that has taken 2 GiB of addresses, of which 1 GiB is data."""
+    return {
+        "proc/self/limits": f"Limit                     Soft Limit   Hard Limit   Units\n{name}   {soft}   unlimited   bytes\n",
+        "proc/self/status": f"Name:\tpython\nVmSize:\t{2 * 2**20} kB\nVmData:\t{2**20} kB\n",
+    }
 
 
 @pytest.mark.parametrize(("files", "gib"), [
@@ -246,9 +256,19 @@ GROUP = "sys/fs/cgroup"
     ({**V1, f"{GROUP}/memory/docker/abc/memory.limit_in_bytes": f"{2 * GIB}\n",
       f"{GROUP}/memory/docker/abc/memory.usage_in_bytes": f"{GIB}\n"}, 1),
     ({**V2, f"{GROUP}/memory.max": "nonsense\n", f"{GROUP}/memory.current": ""}, 32),
+    # `ulimit -v`, `ulimit -d`, and a kernel that promises no more than there is (which is told in any mode)
+    (limits("Max address space", "unlimited"), 32), (limits("Max address space", 5 * GIB), 3), (limits("Max data size", 5 * GIB), 4),
+    (limits("Max address space", GIB), 0), (limits("Max stack size", 5), 32),
+    ({"proc/meminfo": MEMINFO["proc/meminfo"] + COMMITS, "proc/sys/vm/overcommit_memory": "2\n"}, 6),
+    ({"proc/meminfo": MEMINFO["proc/meminfo"] + COMMITS, "proc/sys/vm/overcommit_memory": "0\n"}, 32),
 ])  # fmt: skip
 def test_memory_is_what_the_host_and_every_group_leave(tmp_path, files, gib):
     assert available_memory(tree(tmp_path, MEMINFO | files)) == gib * GIB
+
+
+def test_addresses_that_cannot_be_had_are_told_with_their_number():
+    with pytest.raises(CapacityError, match=r"134217728 MiB: Cannot allocate memory; .*kv_cache_bytes"):
+        zeros((1 << 47,), torch.uint8, CPU)
 
 
 def test_memory_without_proc_is_that_of_the_machine(tmp_path):

@@ -8,17 +8,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path("/")
+ADDRESSES = MappingProxyType({"address": "VmSize", "data": "VmData"})  # of /proc/self/limits: what counts against each
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Bytes of host memory that can still be taken: of the host without swapping, and of every control group around us."""
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError, IndexError):  # not Linux
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of host memory that can still be taken: of the host without swapping, of every control group around us, and of the
+    addresses that may be asked for, used or not (`ulimit -v`, a kernel that promises no more than it has)."""
+    memory = _kilobytes(root / "proc/meminfo")
+    available = memory.get("MemAvailable", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))  # not Linux
+    if _number(root / "proc/sys/vm/overcommit_memory") == 2 and "CommitLimit" in memory:
+        available = min(available, max(0, memory["CommitLimit"] - memory.get("Committed_AS", 0)))
+    ours = _kilobytes(root / "proc/self/status")
+    for words in map(str.split, _lines(root / "proc/self/limits")):
+        if len(words) > 3 and words[1] in ADDRESSES and words[3].isdecimal():  # else it is "unlimited"
+            available = min(available, max(0, int(words[3]) - ours.get(ADDRESSES[words[1]], 0)))
     for group, is_v2 in _groups("memory", root):
         limit = _number(group / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
         used = _number(group / ("memory.current" if is_v2 else "memory.usage_in_bytes"))
@@ -61,11 +67,7 @@ def usable_cores(root: Path = ROOT) -> int:
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
     """The directories of our control group and of those around it that have this controller, and whether they are of v2."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in _lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
         if names and controller not in names.split(","):
@@ -81,11 +83,21 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
                 group = group.parent
 
 
-def _words(path: Path) -> list[str]:
+def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text().split()
+        return path.read_text(errors="replace").splitlines()
     except OSError:
         return []
+
+
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
+
+
+def _kilobytes(path: Path) -> dict[str, int]:
+    """What lines of `NAME: N kB` say, in bytes."""
+    words = (line.replace(":", " ").split() for line in _lines(path))
+    return {w[0]: int(w[1]) * 1024 for w in words if len(w) == 3 and w[1].isdecimal() and w[2] == "kB"}
 
 
 def _number(path: Path) -> int | None:

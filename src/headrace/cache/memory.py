@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.errors import CapacityError
+
 _HUGE_PAGE = 2 << 20
 
 
@@ -22,7 +24,10 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    pages = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as e:
+        raise CapacityError(f"a cache's part of {size / 2**20:.0f} MiB: {e.strerror}; set a smaller kv_cache_bytes") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
