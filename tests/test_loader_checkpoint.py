@@ -64,6 +64,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list:
         ("", "does not exist|has no config.json"),
         ("{tmp}", r"has no config\.json"),
         ("{tmp}/file.bin", r"neither a directory nor a \.gguf file"),
+        ("https://huggingface.co/Qwen/Qwen3-8B", r"^https://huggingface.co/Qwen/Qwen3-8B is an address: .* ORGANIZATION/MODEL"),
         ("not a hub id!", r"directory not a hub id! does not exist, and .* is no Hub id"),
     ],
 )

@@ -125,7 +125,7 @@ def test_model_type_stands_in_for_missing_architectures():
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, "factor"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factor"),
-        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": "linear", "rope_parameters": {"rope_type": "default"}}, "rope_scaling is 'linear'"),
         ({"hidden_size": None}, "hidden_size"),
         ({"hidden_size": "big"}, "hidden_size"),
         ({"vocab_size": -1}, "vocab_size"),

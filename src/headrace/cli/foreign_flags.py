@@ -27,6 +27,18 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType({
     **dict.fromkeys(("--task", "--runner"), "each model generates and embeds"),
     **dict.fromkeys(("--guided-decoding-backend", "--structured-outputs-config"), "grammars need no option"),
     "--trust-remote-code": "no code of a model's directory is ever run",
+    **dict.fromkeys(("--seed", "--random-seed"), "a request has its seed; without one each is another"),
+    "--max-logprobs": "up to 20 of a position without an option", "--root-path": "a proxy in front takes its prefix away",
+    "--no-enable-chunked-prefill": "prompts are computed in chunks of --max-num-batched-tokens",
+    "--enable-expert-parallel": "with --tensor-parallel-size each card has whole experts anyway",
+    **dict.fromkeys(
+        ("--compilation-config", "--optimization-level", "-O0", "-O1", "-O2", "-O3"), "--enforce-eager alone turns graphs off"
+    ),
+    **dict.fromkeys(
+        ("--hf-overrides", "--rope-scaling", "--json-model-override-args"), "what config.json says holds: change a copy"
+    ),
+    **dict.fromkeys(("--limit-mm-per-prompt", "--language-model-only"), "text alone is taken and made"),
+    **dict.fromkeys(("--enable-prompt-tokens-details", "--enable-cache-report"), "usage has cached_tokens without an option"),
     **dict.fromkeys(
         ("--pipeline-parallel-size", "-pp"), "--tensor-parallel-size splits a model, --data-parallel-size and --ray multiply it"
     ),

@@ -64,7 +64,7 @@ class CommandParser(argparse.ArgumentParser):
             return super().parse_known_args(args, namespace)
         found, unknown = super().parse_known_args([self._dashed(word) for word in args or ()], unsettled(self))
         if unknown:  # here, not in the parser above: this one knows its command's options
-            self.error(f"unknown: {' '.join(unknown)}{self._suggestion(unknown)}")
+            self.error(f"unknown: {' '.join(unknown)}{self._suggestion(unknown) or self._again(unknown[0], list(args or ()))}")
         settle(self, found)
         return found, unknown
 
@@ -91,6 +91,13 @@ class CommandParser(argparse.ArgumentParser):
         if advice := next(filter(None, (instead_of(word, known) for word in unknown)), ""):
             return advice
         return next(filter(None, (nearest(word.partition("=")[0], known) for word in unknown if word.startswith("-"))), "")
+
+
+    def _again(self, word: str, args: list[str]) -> str:
+        """vLLM takes several values behind one option, as in `--served-model-name a b`."""
+        option = args[max(0, args.index(word) - 2)] if word in args else ""
+        described = getattr(self._option_string_actions.get(option), "described", None)
+        return f" ({option} takes one value, and is given again for each)" if described is not None and described.many else ""
 
 
 def text(value: str) -> str:

@@ -152,6 +152,8 @@ def _gguf_file(path: Path, load_format: str) -> Path | None:
 
 def _locate(name: str, config: EngineConfig, patterns: list[str]) -> Path:
     """The local directory or file for a path or a Hub id."""
+    if "://" in name:
+        raise CheckpointError(f"{name} is an address: a model of the Hub is named ORGANIZATION/MODEL, as in Qwen/Qwen3-8B")
     path = Path(name).expanduser()
     if path.is_dir():
         return _snapshot_of_cache_root(path)

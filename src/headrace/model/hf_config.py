@@ -125,8 +125,9 @@ class HfConfig:
     def rope_entries(self, layer_type: str) -> dict[str, Any]:
         """What the config says of these layers' rope, in the names of Transformers 5."""
         new, old = self.raw.get("rope_parameters") or {}, self.raw.get("rope_scaling") or {}
-        if not isinstance(new, dict) or not isinstance(old, dict):
-            raise CheckpointError(f"config.json: rope_parameters / rope_scaling is {new or old!r}, wanted an object")
+        for name, entries in (("rope_parameters", new), ("rope_scaling", old)):
+            if not isinstance(entries, dict):
+                raise CheckpointError(f"config.json: {name} is {entries!r}, wanted an object")
         by_layer = any(isinstance(value, dict) for value in new.values())
         if by_layer:
             new = new.get(layer_type) or {}
