@@ -15,7 +15,7 @@ from fast_decode_cases import CONFIGS, PLAIN, cut, decode_batch, random_weights,
 from headrace.attention.torch_backend import TorchAttention
 from headrace.cache import fp8
 from headrace.fast_decode import forward as fast_decode
-from headrace.fast_decode import rounded_tile, takes
+from headrace.fast_decode import rounded_tile, takes, workspace
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.decoder import FastDecoder
 from headrace.fast_decode.epilogues import runs_triton
@@ -159,12 +159,12 @@ def test_many_rows_equal_the_decoder(name: str, rows: int, tiles: StepTiles) -> 
     decoder = Decoder(config, weights, TorchAttention())
     expected = decoder.logits(decoder.forward(batch, kv_expected))
     fast = FastDecode(config, weights, rows, CPU, {256: tiles})
-    for buffer in (fast.qkv, fast.attended, fast.inner, fast.space.partials):
+    for buffer in (fast.work.qkv, fast.work.attended, fast.work.inner, fast.work.space.partials):
         buffer.fill_(float("nan"))
     assert_close(fast.forward(batch, kv), expected)
     for ours, theirs in zip((*kv.k, *kv.v), (*kv_expected.k, *kv_expected.v), strict=True):
         assert_close(ours, theirs)
-    assert not fast.space.tickets.any()
+    assert not fast.work.space.tickets.any()
 
 
 def test_experts_of_more_than_a_few_rows() -> None:
@@ -218,12 +218,12 @@ def test_activations_in_fp8_between_fp8_weights(pairs: bool, sinks: bool, monkey
         attention=AttentionTile(16, 4, 2), attention_programs=12,
     )  # fmt: skip
     monkeypatch.setattr(rounded_tile, "suit", lambda *_: True)
-    monkeypatch.setattr(fast_decode, "PAIR_ROWS", 16 if pairs else 0)
+    monkeypatch.setattr(workspace, "PAIR_ROWS", 16 if pairs else 0)
     lengths = [20, 1, 33]
     (batch, kv), (_, kv_expected) = (decode_batch(config, lengths, 16) for _ in range(2))
     fast = FastDecode(config, weights, 3, CPU, {4: step})
     logits = fast.forward(batch, kv)
-    assert all(buffer.float().any() for buffer in fast.rounded) and fast.normed.any()
+    assert all(buffer.float().any() for buffer in fast.work.rounded) and fast.work.normed.any()
     expected = Decoder(config, weights, TorchAttention()).decode(batch, kv_expected)
     error = (logits - expected).norm() / expected.norm()
     assert error < (0.003 if pairs else 0.1), f"relative error {error:.1e}"

@@ -67,7 +67,7 @@ def check(config, card, rows: int, table=None, block_size: int = 64) -> None:
     for ours, theirs in zip(*((*kept.k, *kept.v, *states_of(kept)) for kept in (kv_card, kv_wide)), strict=True):
         if theirs.numel():  # a layer without keys and values has none
             assert relative(ours, theirs) < 0.01, f"{rows} rows: keys, values or states off by {relative(ours, theirs):.4f}"
-    assert not fast.space.tickets.any()
+    assert not fast.work.space.tickets.any()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 33])

@@ -3,18 +3,17 @@
     embed ->  [ qkv  ->  attention  ->  o + residual  ->  gate_up + activation  ->  down + residual ] x layers  ->  lm_head
 
 What lies between the products (norms, rotary embedding, cache write, activation, residual add) is done inside them, and each
-kernel starts to load its weights while the one before it drains (programmatic dependent launch). How a product runs at a number
-of rows is its tile's type (see products.py, tiles.py). Experts take the place of the last two (experts.py), a gated delta net
+kernel starts to load its weights while the one before it drains (programmatic dependent launch); what it leaves to the next lies
+in workspace.py. How a product runs at a number of rows is its tile's type (see products.py, tiles.py). Experts take the place of the last two (experts.py), a gated delta net
 that of attention (delta.py); where what is added is normed, a kernel does that (join_normed.py). Nothing is read by the host,
 so a step can be captured in a CUDA graph. Other steps run through `Decoder`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +28,10 @@ from headrace.fast_decode.digit_tile import DigitTile
 from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.experts import join_experts, takes_experts
-from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.join_normed import join_normed
 from headrace.fast_decode.products import RoundedTile, Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
 from headrace.fast_decode.ring_tile import RingAttention, ring_attention_suits, runs
-from headrace.fast_decode.rounded_tile import PAIR_ROWS
-from headrace.fast_decode.skinny_gemm import row_block
 from headrace.fast_decode.takes import hands_on_fp8, has_copy_engine, kinds_of, usual_kinds
 from headrace.fast_decode.tiles import (
     StepTiles,
@@ -48,11 +44,11 @@ from headrace.fast_decode.tiles import (
     without,
 )
 from headrace.fast_decode.warp_gemm import suits
+from headrace.fast_decode.workspace import NO_CHUNKS, Workspace
 from headrace.kernels.activation import gate_rows_triton
 from headrace.kernels.attention_decode import SplitTile, split_attention
 from headrace.kernels.narrow_linear import few_rows
 from headrace.kernels.qkv import qkv_rope_write_triton
-from headrace.kernels.split import SplitSpace, num_slots
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import MATRICES, DecoderWeights, LayerWeights
@@ -65,18 +61,6 @@ from headrace.model.weight import Weight
 
 MAX_SPLIT_TOKENS = 4096  # of a context that one attention program may have to read alone
 MAX_SPLITS = 32  # unless the context is longer than that many times MAX_SPLIT_TOKENS
-
-
-class Chunks(NamedTuple):
-    """Sizes of activations in FP8, [chunks, rows] each; None: they are in the model's numbers. `normed`: of what qkv reads."""
-
-    normed: Tensor | None
-    normed_of_o: Tensor | None
-    attended: Tensor | None
-    inner: Tensor | None
-
-
-NO_CHUNKS = Chunks(None, None, None, None)
 
 
 class FastDecode:
@@ -128,7 +112,10 @@ class FastDecode:
         assert len(self.norms) == 2 * config.num_layers + 1
         self.posts = [(layer.post_attn_norm, layer.post_mlp_norm) for layer in weights.layers]
         self.rings = ring_attention_suits(config) and runs(weights.embedding)
-        self._allocate(dtype, logits_dtype, device, length)
+        steps = self._all_steps()
+        both = [(n, tiles) for n, step in steps for tiles in (step, with_ring_attention(step))]
+        row_splits = max(n * self._num_splits(tiles, n, length) for n, tiles in both)
+        self.work = Workspace(config, weights, max_rows, steps, row_splits, logits_dtype, device, rounds=self.rounds)
         self.ranks = None if group is None else self._rank_parts(group, dtype, device)
 
     @staticmethod
@@ -152,40 +139,6 @@ class FastDecode:
             and dtype in (torch.bfloat16, torch.float32)
         )
 
-    def _allocate(self, dtype: torch.dtype, logits_dtype: torch.dtype, device: torch.device, max_context: int) -> None:
-        config, rows = self.config, self.max_rows
-        hidden, steps = config.hidden_size, self._all_steps()
-        residuals = [(n, tile) for n, step in steps for tile in (step.o, step.down)]
-        column_tiles = max(-(-hidden // tile.block_n) for _, tile in residuals)
-
-        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        f32 = torch.float32
-        self.residual = empty(rows, config.hidden_size, dtype=f32)
-        self.normed = empty(rows, config.hidden_size)
-        self.sumsq_o, self.sumsq_down = (empty(rows * column_tiles, dtype=f32) for _ in range(2))
-        slabs = max(num_splits(step.qkv) for _, step in steps)
-        self.qkv = empty(slabs * rows * max(layer.qkv.shape[0] for layer in self.weights.layers), dtype=f32)
-        parts = 0 if config.norm_place == "pre" else max(num_splits(tile) for _, tile in residuals)
-        self.parts = empty(parts * rows * hidden, dtype=f32)  # of a product whose sum is normed
-        self.attended = empty(rows, config.q_size)
-        self.inner = empty(rows, config.intermediate_size)
-        widths = (hidden, config.q_size, config.intermediate_size) if self.rounds else (0, 0, 0)
-        codes = max(rows, 2 * min(rows, PAIR_ROWS))
-        self.rounded = tuple(empty(codes * width, dtype=torch.float8_e4m3fn) for width in widths)
-        self.sizes = tuple(empty(width // 64, row_block(rows), dtype=f32) for width in widths)
-        self.logits = empty(rows, self.weights.lm_head.shape[0], dtype=logits_dtype)
-        split = [(n, tile) for n, tile in residuals if not isinstance(tile, GemvTile) and tile.splits > 1]
-        both = [(n, tiles) for n, step in steps for tiles in (step, with_ring_attention(step))]
-        row_splits = max(n * self._num_splits(tiles, n, max_context) for n, tiles in both)
-        sums = max(num_slots(rows), row_splits) * config.num_heads
-        self.space = SplitSpace(  # of all kernels: they run in order
-            max([sums * config.head_dim, *(tile.partial_elements(n, hidden) for n, tile in split)]),
-            max([rows * config.num_heads, *(tile.row_tiles(n) * -(-hidden // tile.block_n) for n, tile in split)]),
-            device, lse=sums,
-        )  # fmt: skip
-
     def _rank_parts(self, group: Group, dtype: torch.dtype, device: torch.device) -> RankParts:
         splits = max(num_splits(tile) for _, step in self._all_steps() for tile in (step.o, step.down))
         return RankParts(
@@ -196,9 +149,8 @@ class FastDecode:
     @property
     def num_bytes(self) -> int:
         """Bytes of the workspaces and rope tables."""
-        tensors = [t for t in vars(self).values() if isinstance(t, Tensor)] + [*self.rounded, *self.sizes]
+        tensors = [*self.work.tensors, *(t for pair in self.rope.values() for t in pair)]
         tensors += [] if self.ranks is None else [self.ranks.parts]
-        tensors += [*self.space.tensors, *(t for pair in self.rope.values() for t in pair)]
         return sum(t.numel() * t.itemsize for t in tensors)
 
     def tiles_for(self, rows: int, table: TileTable | None = None) -> StepTiles:
@@ -208,7 +160,7 @@ class FastDecode:
 
     def takes_adapters(self, rows: int) -> bool:
         """In steps of so many rows; of more, what would be rounded is as it is here, and slower than where others round it."""
-        return self.ranks is None and not (self.rounds and rows > few_rows(self.residual.device))
+        return self.ranks is None and not (self.rounds and rows > few_rows(self.work.residual.device))
 
     def _all_steps(self) -> list[tuple[int, StepTiles]]:
         """(rows, tiles) of every step and kind of layer."""
@@ -244,28 +196,28 @@ class FastDecode:
             allowed = f"1 to {self.max_rows}, one each"
             raise ValueError(f"FastDecode got {rows} rows of {batch.num_seqs} sequences, allowed: {allowed}")
         config, weights, tiles = self.config, self.weights, self._tiles_of(batch, kv)
-        total, normed, inner = self.residual[:rows], self.normed[:rows], self.inner[:rows]
-        of_head, layers = normed, weights.layers[: self.depth]
+        work, layers = self.work, weights.layers[: self.depth]
+        total, normed, inner = work.residual[:rows], work.normed[:rows], work.inner[:rows]
         steps = self._layer_steps(rows, isinstance(tiles.attention, SplitTile))
-        attended, chunks = self.attended[:rows], NO_CHUNKS
+        of_head, attended, chunks = normed, work.attended[:rows], NO_CHUNKS
         if adapters is None and layers and self._takes_rounded(steps[0], tiles.attention):
-            (normed, attended, inner), chunks = self._codes(rows), self._chunks(steps[0])
+            (normed, attended, inner), chunks = work.codes(rows), work.chunks(steps[0])
         context, attention = max(batch.context_lens), tiles.attention
         splits = self._num_splits(tiles, rows, context)
         if tiles.short_attention is not None and context <= tiles.short_attention.block_n:
             attention, splits = tiles.short_attention, 1
         norms, eps = self.norms, config.norm_eps
         # attention in two kernels takes queries in the model's dtype
-        narrow_qkv = self.qkv.view(of_head.dtype)
-        qkv_buffer = narrow_qkv if isinstance(attention, SplitTile) else self.qkv
+        narrow_qkv = work.qkv.view(of_head.dtype)
+        qkv_buffer = narrow_qkv if isinstance(attention, SplitTile) else work.qkv
         sumsq_o: Tensor | None
-        squares = self._squares(self.sumsq_down, rows, steps[0].down)
+        squares = work.squares(work.sumsq_down, rows, steps[0].down)
         sumsq_down = self._embed(batch.token_ids, total, normed, squares, chunks.normed)
         for index, layer in enumerate(layers):
             if hook is not None:
                 hook(index, total, batch)
             step, delta = steps[index], self.deltas[index]
-            squares, post = self._squares(self.sumsq_o, rows, step.o), self.posts[index]
+            squares, post = work.squares(work.sumsq_o, rows, step.o), self.posts[index]
             buffer = qkv_buffer if delta is None else narrow_qkv
             more = low_rank(adapters, f"layers.{index}.qkv", normed, layer.qkv, step.qkv)
             qkv = self._project(
@@ -300,7 +252,7 @@ class FastDecode:
             else:
                 assert sumsq_o is not None
                 inner = adapted_glu(adapters, index, normed, layer.gate_up, step.gate_up, sumsq_o, config)
-            squares, name = self._squares(self.sumsq_down, rows, step.down), f"layers.{index}.down"
+            squares, name = work.squares(work.sumsq_down, rows, step.down), f"layers.{index}.down"
             last = index == len(layers) - 1
             normed = of_head if last else normed
             sumsq_down = self._add(
@@ -308,7 +260,7 @@ class FastDecode:
                 sizes=chunks.inner, out_sizes=None if last else chunks.normed,
             )  # fmt: skip
         return self._project(
-            normed, weights.lm_head, self.logits, tiles.lm_head, sumsq_down, None,
+            normed, weights.lm_head, work.logits, tiles.lm_head, sumsq_down, None,
             scale=config.logit_scale, softcap=config.logit_softcap,
         )[0]  # fmt: skip
 
@@ -330,28 +282,6 @@ class FastDecode:
         one_kernel = isinstance(attention, RingAttention) or (isinstance(attention, AttentionTile) and not attention.few)
         return self.rounds and one_kernel and all(isinstance(getattr(step, name), RoundedTile) for name in MATRICES)
 
-    def _codes(self, rows: int) -> list[Tensor]:
-        """Where activations in FP8 lie, [rows, width] or of pairs [2, rows, width]: normed, attended, inside the MLP."""
-        config, apart = self.config, (2,) if rows <= PAIR_ROWS else ()
-        widths = (config.hidden_size, config.q_size, config.intermediate_size)
-        return [
-            buffer[: width * math.prod((*apart, rows))].view(*apart, rows, width)
-            for buffer, width in zip(self.rounded, widths, strict=True)
-        ]
-
-    def _chunks(self, step: StepTiles) -> Chunks:
-        normed, attended, inner = self.sizes
-        hidden, config = self.config.hidden_size, self.config
-        return Chunks(
-            normed[: hidden // step.down.block_n], normed[: hidden // step.o.block_n], attended[: config.num_heads],
-            inner[: config.intermediate_size // step.gate_up.block_n],
-        )  # fmt: skip
-
-    def _squares(self, buffer: Tensor, rows: int, tile: Tile) -> Tensor:
-        """Where a product with that tile leaves the sums of squares of the residual."""
-        tiles = -(-self.config.hidden_size // tile.block_n)
-        return buffer[: rows * tiles].view(rows, tiles)
-
     def _embed(
         self, token_ids: Tensor, total: Tensor, normed: Tensor, sumsq: Tensor, sizes: Tensor | None
     ) -> Tensor | None:
@@ -372,7 +302,7 @@ class FastDecode:
         scale, offset = self.config.residual_scale, self.weights.norm_offset
         more = low_rank(adapters, name, x, weight, tile)
         if post is not None:
-            parts = self._project(x, weight, self.parts, tile, None, bias, low_rank=more)
+            parts = self._project(x, weight, self.work.parts, tile, None, bias, low_rank=more)
             sumsq = sumsq.view(-1)[: len(x), None]
             if adapters is not None and more is None:
                 adapters.add_to(name, parts[0], x)
@@ -384,7 +314,7 @@ class FastDecode:
             adapters.add_to(name, total, x, scale=scale)
         if self.ranks is None:
             residual(
-                x, weight, total, normed, sumsq, norm, tile, self.space, norm_offset=offset, scale=scale, bias=bias,
+                x, weight, total, normed, sumsq, norm, tile, self.work.space, norm_offset=offset, scale=scale, bias=bias,
                 low_rank=more, **sizes,
             )  # fmt: skip
         else:
@@ -416,7 +346,7 @@ class FastDecode:
             qkv, attended, kv, index, block_tables=batch.block_tables, seq_slots=batch.seq_slots,
             seq_lens=batch.seq_lens, slot_mapping=batch.slot_mapping, cos=cos, sin=sin, q_norm=layer.q_norm,
             k_norm=layer.k_norm, heads=self.heads, window=self.config.window(index), num_splits=splits,
-            tile=tile, space=self.space, sinks=layer.more.get("sinks"), sizes=sizes,
+            tile=tile, space=self.work.space, sinks=layer.more.get("sinks"), sizes=sizes,
         )  # fmt: skip
 
     def _attend_in_two(
@@ -431,10 +361,10 @@ class FastDecode:
             eps=config.norm_eps, norm_offset=self.weights.norm_offset,
         )  # fmt: skip
         split_attention(
-            q, kv.k[index], kv.v[index], self.attended[:rows], batch.block_tables, batch.seq_slots, batch.query_start,
-            batch.seq_lens, self.space, first_seq=0, num_seqs=rows, tokens=1, max_context=max(batch.context_lens),
+            q, kv.k[index], kv.v[index], self.work.attended[:rows], batch.block_tables, batch.seq_slots, batch.query_start,
+            batch.seq_lens, self.work.space, first_seq=0, num_seqs=rows, tokens=1, max_context=max(batch.context_lens),
             scale=config.attn_scale, window=config.window(index), softcap=config.attn_softcap, scales=kv.scales[index],
             tile=tile, sinks=layer.more.get("sinks"),
         )  # fmt: skip
         if config.attn_gate:
-            gate_rows_triton(self.attended[:rows], qkv[:, width:])
+            gate_rows_triton(self.work.attended[:rows], qkv[:, width:])
