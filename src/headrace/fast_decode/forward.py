@@ -3,10 +3,10 @@
     embed ->  [ qkv  ->  attention  ->  o + residual  ->  gate_up + activation  ->  down + residual ] x layers  ->  lm_head
 
 What lies between the products (norms, rotary embedding, cache write, activation, residual add) is done inside them, and each
-kernel starts to load its weights while the one before it drains (programmatic dependent launch); what it leaves to the next lies
-in workspace.py. How a product runs at a number of rows is its tile's type (see products.py, tiles.py). Experts take the place of the last two (experts.py), a gated delta net
-that of attention (delta.py); where what is added is normed, a kernel does that (join_normed.py). Nothing is read by the host,
-so a step can be captured in a CUDA graph. Other steps run through `Decoder`.
+kernel starts to load its weights while the one before it drains (programmatic dependent launch). What it leaves to the next is
+in workspace.py. How a product runs at a number of rows is its tile's type (see products.py, tiles.py). Experts take the place
+of the last two (experts.py), a gated delta net that of attention (delta.py); where what is added is normed, a kernel does that
+(join_normed.py). Nothing is read by the host, so a step can be captured in a CUDA graph. Other steps run through `Decoder`.
 """
 
 from __future__ import annotations
