@@ -17,9 +17,18 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.cli import main
+from headrace.worker.reading import Reading
 from headrace_bench import prompts, roofline
 from headrace_bench.engine import Bench
-from headrace_bench.roofline import Limits, Machine, Parameters, best_and_spread, measure_limits
+from headrace_bench.roofline import (
+    Limits,
+    Machine,
+    Parameters,
+    best_and_spread,
+    dtype_of_products,
+    measure_limits,
+    numbers_of,
+)
 from model_harness import load_tiny
 from tiny_models import write_shape, write_tiny
 
@@ -180,6 +189,19 @@ def test_limits_count_bytes_and_operations(tmp_path):
     assert math.isclose(slow.mixed_seconds(3, 70, 50), (mixed + limits.prefill_flops(50) - 2 * dense * 50) / 1e6)
     read = 4 * (dense + head) + 70 * limits.kv_bytes
     assert math.isclose(limits.mixed_seconds(1, 70, 1), read / 1e9), "of few rows the weights are read, and what lies before them"
+
+
+def test_limits_of_a_native_step_count_what_it_reads(tmp_path):
+    """The embedded model's four bits were counted as float32, and its tokens came at 387 % of the limit."""
+    config, _ = load_tiny(write_tiny("llama", tmp_path))
+    reading, numbers = Reading(weights=100_000, token=48, threads=2), numbers_of(config)
+    limits = Limits(config, torch.float32, Machine("m", 1e9, 1e12), reading=reading)
+    assert math.isclose(limits.decode_bytes(10, batch=3), 100_000 + 10 * 48)
+    assert limits.prefill_seconds(1) < 100_000 / 1e9, "without the head"
+    for width, products in ((0.6, torch.int8), (1.07, torch.int8), (2, torch.bfloat16), (4, torch.float32)):
+        assert dtype_of_products(config, torch.float32, Reading(int(width * numbers), 48, 2)) == products
+    assert dtype_of_products(config, torch.float16, None) == torch.float16
+    assert measure_limits(torch.device("cpu"), torch.int8).flops > 0
 
 
 def test_limits_of_experts_count_those_that_are_touched(tmp_path):

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.formats.quantized import quantization_of
     from headrace_bench.prompts import PromptBench
-    from headrace_bench.roofline import Limits, measure_limits
+    from headrace_bench.roofline import Limits, dtype_of_products, measure_limits
 
     options.setdefault("skip_tokenizer_init", True)
     options.setdefault("max_model_len", max(args.prefill_len, args.input_len + args.output_len, 2048) + 256)
@@ -68,14 +68,16 @@ def run(args: argparse.Namespace) -> int:
         assert llm.engine is not None
         on_cards = llm.engine.device.type == "cuda"  # ranks on a CPU are measured as the threads of one
         cards = llm.engine.config.tensor_parallel_size if on_cards else 1
-        measured = measure_limits(llm.engine.device, llm.engine.dtype, cards)
+        reading = None if on_cards else llm.engine.reading
+        products = dtype_of_products(llm.engine.model, llm.engine.dtype, reading)
+        measured = measure_limits(llm.engine.device, products, cards)
         for doubt in measured.warnings():
             print(f"headrace: warning: {doubt}", file=sys.stderr)
         config = llm.engine.config
         stored = quantization_of(resolve_checkpoint(config).config)
         quantization = config.quantization or ("mxfp4" if stored and stored.method == "mxfp4" else None)
-        narrow = (quantization, config.kv_cache_dtype == "fp8") if on_cards else (None, False)  # a CPU's is not counted
-        limits = Limits(llm.engine.model, llm.engine.dtype, measured, *narrow)
+        narrow = (quantization, config.kv_cache_dtype == "fp8") if on_cards else (None, False)
+        limits = Limits(llm.engine.model, llm.engine.dtype, measured, *narrow, reading)
         bench = Bench(llm, limits)
         results: list[dict[str, Any]] = []
         for temperature in args.temperature:

@@ -6,7 +6,8 @@ single rows are left out: the limit is a little too good.
 Of experts those are read that some row chose: with k of E for each of n rows a share of 1 - (1 - k / E)^n is expected, if every
 expert is as likely as any other. A row is multiplied by its own k.
 With `--quantization` the layers' matrices are read in that many bytes; products count at the rate of the model's dtype, so
-prompts in FP8 may pass the limit.
+prompts in FP8 may pass the limit. The native step of a CPU knows what it reads, whatever the formats are; its products count at
+the rate of 8-bit integers, of bfloat16 or of float32, whichever its weights are about as wide as.
 
 Of several cards each reads and computes its part, and what they add up, twice a layer and once for the embedding, passes
 their links: 2 (N - 1) / N of the rows out of each card, at the rate of a large copy to another card. That a sum takes some
@@ -25,6 +26,7 @@ import torch
 from headrace.cache.kv_cache import KVCache
 from headrace.model.config import ModelConfig
 from headrace.model.families import weight_plan
+from headrace.worker.reading import Reading
 
 ROUNDS, ROUND_RUNS = 5, 6  # of each measurement
 DISAGREE = 0.03  # rounds that differ by more than this share measured something else as well
@@ -34,7 +36,7 @@ DISAGREE = 0.03  # rounds that differ by more than this share measured something
 class Machine:
     name: str
     bandwidth: float  # bytes per second: read plus written by a copy on a GPU, read by a sum on a CPU
-    flops: float  # operations per second of a large matrix product in the model's dtype
+    flops: float  # operations per second of a large matrix product in what the model's are made in
     bandwidth_spread: float = 0.0  # how far the slowest round lies below the best, as a share of it
     flops_spread: float = 0.0
     cards: int = 1  # that work on one step, each with the figures above
@@ -63,8 +65,9 @@ def measure_limits(device: torch.device, dtype: torch.dtype, cards: int = 1) -> 
         name, size, width = f"CPU, {torch.get_num_threads()} threads", 2**29, 1024
         numbers = torch.zeros(size // 8, dtype=torch.int64).random_()
         moved, move = size, lambda: numbers.max()
-    a = torch.randn(width, width, device=device, dtype=dtype)
-    rounds = [(_seconds(move, device), _seconds(lambda: a @ a, device)) for _ in range(ROUNDS)]
+    a = torch.randn(width, width, device=device).to(dtype)
+    multiply = torch._int_mm if dtype == torch.int8 else torch.mm
+    rounds = [(_seconds(move, device), _seconds(lambda: multiply(a, a), device)) for _ in range(ROUNDS)]
     (moving, move_spread), (product, product_spread) = (best_and_spread(times) for times in zip(*rounds, strict=True))
     link = link_rate(device) if cards > 1 and device.type == "cuda" else 0.0
     return Machine(name, moved / moving, 2 * width**3 / product, move_spread, product_spread, cards, link)
@@ -136,6 +139,20 @@ def parameters_of(model: ModelConfig) -> Parameters:
     return Parameters(plain, exact, experts, share)
 
 
+def numbers_of(model: ModelConfig) -> int:
+    """That a step reads: of the layers' matrices and of the head."""
+    parameters = parameters_of(model)
+    return parameters.plain + parameters.experts + model.vocab_size * model.hidden_size
+
+
+def dtype_of_products(model: ModelConfig, dtype: torch.dtype, reading: Reading | None) -> torch.dtype:
+    """`dtype`, or what the native step of a CPU multiplies in: see above."""
+    if reading is None:
+        return dtype
+    width = reading.weights / numbers_of(model)  # 1.06 bytes in Q8_0
+    return torch.int8 if width < 1.9 else torch.bfloat16 if width < 3.8 else torch.float32
+
+
 def score_columns(model: ModelConfig) -> int:
     """Columns of all heads that a query meets in a key, and in its value, on average: of latent attention those of heads, which
     need not be made, but are fewer than a latent's."""
@@ -144,18 +161,23 @@ def score_columns(model: ModelConfig) -> int:
 
 
 class Limits:
-    """Limits of one model on one machine; `quantization` of its layers' matrices, mxfp4 of experts; keys and values in FP8."""
+    """Limits of one model on one machine; `quantization` of its layers' matrices, mxfp4 of experts; keys and values in FP8;
+    `reading` of the native step of a CPU."""
 
     def __init__(
         self, model: ModelConfig, dtype: torch.dtype, machine: Machine, quantization: str | None = None,
-        fp8_cache: bool = False,
+        fp8_cache: bool = False, reading: Reading | None = None,
     ):  # fmt: skip
-        self.machine, self.model, self.item = machine, model, dtype.itemsize
+        self.machine, self.model = machine, model
+        self.item: float = dtype.itemsize
         self.parameters = parameters_of(model)
         self.head = model.vocab_size * model.hidden_size  # parameters of it
         self.expert_item = NARROW_BYTES.get(quantization or "", self.item)  # bytes of a parameter of experts
         self.layer_item = self.item if quantization == "mxfp4" else self.expert_item  # and of the layers' other matrices
         self.kv_bytes = KVCache.bytes_per_block(model, 1, torch.float8_e4m3fn if fp8_cache else dtype)  # of one token
+        if reading is not None:
+            self.item = self.expert_item = self.layer_item = reading.weights / numbers_of(model)
+            self.kv_bytes = reading.token
         self.cards = machine.cards
         self.kv_part = 1 / min(self.cards, model.num_kv_heads)  # of it that a card has
 
