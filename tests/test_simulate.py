@@ -184,6 +184,12 @@ def test_decodes_of_an_h200_take_what_was_measured_there():
         work = Work(batch, batch, batch * (result["input_len"] + result["output_len"] // 2), 0.0, batch, 0.0)
         rel = 0.04 if batch < 256 else 0.1  # 256 rows' share is that of contexts of a few hundred tokens more
         assert 1e3 * cost.seconds(work, 0) == pytest.approx(result["value"], rel=rel)
+    told = json.loads((RESULTS / "simulate-h200-qwen3-8b.json").read_text())["shares"]
+    later = told["decodes_later"]
+    assert {str(rows): share for rows, share in cost.shares} == told["decodes"] | later["decodes"] | {"16384": cost.shares[-1][1]}
+    for rows, value in later["ms"].items():
+        work = Work(int(rows), int(rows), int(rows) * (later["input_len"] + later["output_len"] // 2), 0.0, int(rows), 0.0)
+        assert 1e3 * cost.seconds(work, 0) == pytest.approx(value, rel=2e-3)
     assert CARDS["b200"].measured is CARDS["h100"].measured
 
 

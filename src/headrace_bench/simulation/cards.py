@@ -42,13 +42,14 @@ H100 = Measured(2.963e12 / 3.35e12, 778.4e12 / 989e12, MappingProxyType({
     15.14e9: ((1, 0.995), (8, 0.902), (32, 0.892), (64, 0.869), (256, 0.779), (16384, 0.834)),
 }))  # fmt: skip
 
-# simulate-h200-qwen3-8b.json, "shares": of a larger model's steps, what attention reads told from the rest; rates as in
-# h200-two-cards.json. The small model's, up to 64 rows, are the captured steps of docs/benchmarks.md, the others an H100's
+# simulate-h200-qwen3-8b.json, "shares" ("decodes_later" before "decodes"): of a larger model's steps, what attention reads told
+# from the rest; rates as in h200-two-cards.json. The small model's, up to 64 rows, are the captured steps of
+# docs/benchmarks.md, the others an H100's
 H200 = Measured(4.136e12 / 4.8e12, 779.8e12 / 989e12, MappingProxyType({
     1.19e9: ((1, 0.572), (8, 0.577), (32, 0.689), (64, 0.66), (128, 0.762), (256, 0.828), (16384, 0.722)),
     15.14e9: (
-        (1, 0.98), (2, 0.90), (4, 0.936), (8, 0.944), (16, 0.91), (24, 0.884), (32, 0.893), (40, 0.718), (48, 0.755),
-        (64, 0.768), (96, 0.721), (128, 0.709), (192, 0.625), (256, 0.715), (16384, 0.829),
+        (1, 0.98), (2, 0.90), (4, 0.936), (8, 0.944), (16, 0.91), (24, 0.884), (32, 0.893), (40, 0.795), (48, 0.813),
+        (64, 0.806), (96, 0.721), (128, 0.709), (192, 0.625), (256, 0.715), (16384, 0.829),
     ),
 }), ((128, 0.62), (448, 0.62), (640, 0.73), (1024, 0.77), (16384, 0.829)), 0.9)  # fmt: skip
 
