@@ -1,12 +1,13 @@
 """Compile the Triton kernels for a card that is not there: python tests/compile_kernels.py 90|80 [parts of cases' names].
 
 What the interpreter accepts but the compiler refuses is thus found without a card. Meta tensors stand for the arguments, and
-every launch only compiles. Prints a JSON line per kernel: case, kernel, registers, spilled bytes, shared memory, and what the
-assembler got wrong.
+every launch only compiles. Prints a JSON line per kernel: case, kernel, registers, spilled bytes, shared memory, what the
+assembler got wrong, and which machine code it is: run in two trees it says whether a change of a kernel's text changed more.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.pop("TRITON_INTERPRET", None)
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # or machine code would differ by where in a file it comes from
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import torch
@@ -495,7 +497,8 @@ def main(capability: int, *parts: str) -> None:
             registers, spills = compile_ahead.usage(kernel.asm["cubin"])
             wrong = compile_ahead.stack_pointer_taken(kernel.asm["cubin"]) + compile_ahead.overwritten(kernel.asm["cubin"])
             print(json.dumps({"case": name, "kernel": kernel_name, "registers": registers, "spills": spills,
-                              "shared": kernel.metadata.shared, "wrong": wrong}), flush=True)  # fmt: skip
+                              "shared": kernel.metadata.shared, "wrong": wrong,
+                              "code": hashlib.sha256(kernel.asm["cubin"]).hexdigest()[:12]}), flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
