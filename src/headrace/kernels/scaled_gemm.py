@@ -3,7 +3,8 @@ does not split the sum over K, so that 32 programs read an 8B's down, at a third
 
 A program multiplies block_m rows by block_n rows of the weights, over one of `splits` parts of K; tiles come by the tensor copy
 engine (TMA), which fills in zeros past the edges. Of several parts the last one to come adds up all, in their order: a row's
-result is the same in all replays, and depends on no other row.
+result is the same in all replays, and depends on no other row. What a program multiplies first may be asked for, into the L2
+cache, while the small kernel before still rounds the rows: of 72 to 128 rows a step of an 8B takes an H200 1 % less with it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.kernels.launch import TensorDescriptor, capability, gdc_launch_dependents, gdc_wait, jit, pdl, tl
+from headrace.kernels.launch import TensorDescriptor, capability, gdc_launch_dependents, gdc_wait, jit, pdl, tl, touch
 from headrace.kernels.quantize_rows import Rounded
 from headrace.kernels.split import count_part
 
@@ -23,7 +24,8 @@ FILL = 132  # programs that fill a card
 
 @dataclass(frozen=True, slots=True)
 class ScaledTile:
-    """One program's work, and how many steps of block_k are in flight."""
+    """One program's work, and how many steps of block_k are in flight; `touch`: lines (128 bytes) of each of its rows that are
+    asked for early."""
 
     block_m: int
     block_n: int
@@ -31,13 +33,14 @@ class ScaledTile:
     splits: int
     num_warps: int
     num_stages: int
+    touch: int = 0
 
 
 @jit(do_not_specialize=["M", "tiles_m"])  # or multiples of 16 would be variants
 def _scaled_gemm(
-    x_tiles, w_tiles, x_scales_ptr, w_scales_ptr, bias_ptr, out_ptr, partials_ptr, tickets_ptr, M, N, K, tiles_m,
+    x_tiles, w_tiles, w_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, out_ptr, partials_ptr, tickets_ptr, M, N, K, tiles_m,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    TOUCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # parts of a sum, then tiles of rows are neighbours: these read the same weights at about the same time
     split = tl.program_id(0) % SPLITS
@@ -48,6 +51,9 @@ def _scaled_gemm(
     rm, rn = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
     w_scales = tl.load(w_scales_ptr + rn, mask=rn < N, other=0.0)
     if PDL:
+        if TOUCH > 0:
+            lines = tl.minimum(first * BLOCK_K + tl.arange(0, TOUCH) * 128, K - 1)
+            touch(w_ptr + tl.minimum(rn, N - 1)[:, None].to(tl.int64) * K + lines[None, :])
         gdc_wait()
         gdc_launch_dependents()
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -82,7 +88,7 @@ def default_tile(rows: int, columns: int, width: int) -> ScaledTile | None:
     if rows > MOST_ROWS or -(-rows // 128) * -(-columns // 128) >= FILL:
         return None
     if rows <= 128:
-        return ScaledTile(64, 128, 128, max(1, min(FILL // (2 * -(-columns // 128)), width // 4096)), 4, 5)
+        return ScaledTile(64, 128, 128, max(1, min(FILL // (2 * -(-columns // 128)), width // 4096)), 4, 5, 4)
     return ScaledTile(128, 64, 128, 1, 4, 6) if 2 * -(-columns // 64) <= FILL else ScaledTile(128, 128, 128, 1, 8, 5)
 
 
@@ -113,8 +119,9 @@ class ScaledProduct:
         _scaled_gemm[(tile.splits * tiles_m * -(-columns // tile.block_n),)](
             TensorDescriptor.from_tensor(x.values, [tile.block_m, tile.block_k]),
             TensorDescriptor.from_tensor(self.weight, [tile.block_n, tile.block_k]),
-            x.scales, self.scales, self.bias, out, partials, self._tickets, rows, columns, width, tiles_m,
+            self.weight, x.scales, self.scales, self.bias, out, partials, self._tickets, rows, columns, width, tiles_m,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
-            HAS_BIAS=self.bias is not None, num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x.values),
+            HAS_BIAS=self.bias is not None, TOUCH=tile.touch, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            **pdl(x.values),
         )  # fmt: skip
         return out
