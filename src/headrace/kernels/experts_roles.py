@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from headrace.kernels.attention_roles import grid_dependency
 from headrace.kernels.experts_sort import Sorted, placed, tile_end, tile_expert, tile_first
 from headrace.kernels.launch import pdl, takes_gluon
-from headrace.kernels.narrow import NarrowMatrix
+from headrace.kernels.narrow import NarrowMatrix, are_mxfp4
 
 ROWS = 128  # of x in a tile
 PART = 32  # of them that are loaded at once
@@ -351,10 +351,7 @@ def _roles_tiles(
 
 def takes(x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, activation: str, clamp: float) -> bool:
     """Whether the kernel is for these, on a card that has it."""
-    fit = all(
-        w.kind == "fp4" and w.group == 32 and w.scales is not None and w.scales.dtype == torch.bfloat16 for w in (gate_up, down)
-    )
-    return takes_gluon() and fit and x.dtype == torch.bfloat16 and (clamp > 0 or activation == "silu")
+    return takes_gluon() and are_mxfp4(gate_up, down) and x.dtype == torch.bfloat16 and (clamp > 0 or activation == "silu")
 
 
 def glu(

@@ -278,7 +278,7 @@ def _warp_down(
 
 
 def takes_warps(x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix, chosen: int) -> bool:
-    """Whether these kernels do: of MXFP4, on a card, for bfloat16 rows."""
+    """Whether these kernels do: of MXFP4 with any scales of 16 bits, on a card, for bfloat16 rows."""
     fit = all(w.kind == "fp4" and w.group == 32 and w.scales is not None and w.scales.itemsize == 2 for w in (gate_up, down))
     return fit and assembly(x) > 0 and chosen in (1, 2, 4, 8)
 

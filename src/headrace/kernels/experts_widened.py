@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from headrace.kernels.experts_ends import open_gate
 from headrace.kernels.experts_sort import Sorted, tile_end, tile_expert, tile_first, turned
 from headrace.kernels.experts_warp import own_runs
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, hold, jit, pdl, tl
-from headrace.kernels.narrow import NarrowMatrix, assembly, held_width
+from headrace.kernels.narrow import NarrowMatrix, are_mxfp4, assembly, held_width
 from headrace.kernels.warp_words import LOAD, LOAD_ONCE, M_8, MULTIPLY_8, load_words
 
 # For each expert, on average: fewer are multiplied by whole numbers (experts_warp_tiles.py), more by warps with roles
@@ -260,8 +259,7 @@ def widened_tile(pairs: int, count: int) -> WidenedTile | None:
 
 def takes_widened(x: Tensor, gate_up: NarrowMatrix, down: NarrowMatrix) -> bool:
     """Of MXFP4, on a card, for bfloat16 rows."""
-    held = ((w.kind, w.group, None if w.scales is None else w.scales.dtype) for w in (gate_up, down))
-    return all(form == ("fp4", 32, torch.bfloat16) for form in held) and assembly(x) > 0
+    return are_mxfp4(gate_up, down) and assembly(x) > 0
 
 
 def launch_widened(

@@ -350,3 +350,9 @@ def add_products(
                 sums -= high_zero[:, None] * tl.dot(tl.full(low.shape, 1.0, DTYPE), high_x, input_precision="ieee")
             acc += sums * high_scale[:, None]
     return acc
+
+
+def are_mxfp4(*matrices: NarrowMatrix) -> bool:
+    """e2m1 in groups of 32, whose scales, powers of two, are held as bfloat16."""
+    held = [(matrix.kind, matrix.group, None if matrix.scales is None else matrix.scales.dtype) for matrix in matrices]
+    return all(form == ("fp4", 32, torch.bfloat16) for form in held)
