@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from headrace.fast_decode.tiles import (
     without,
 )
 from headrace.fast_decode.warp_gemm import suits
-from headrace.fast_decode.workspace import NO_CHUNKS, Workspace
+from headrace.fast_decode.workspace import NO_CHUNKS, Chunks, Workspace
 from headrace.kernels.activation import gate_rows_triton
 from headrace.kernels.attention_decode import SplitTile, split_attention
 from headrace.kernels.narrow_linear import few_rows
@@ -61,6 +61,24 @@ from headrace.model.weight import Weight
 
 MAX_SPLIT_TOKENS = 4096  # of a context that one attention program may have to read alone
 MAX_SPLITS = 32  # unless the context is longer than that many times MAX_SPLIT_TOKENS
+
+
+class _Run(NamedTuple):
+    """What the layers of one step share."""
+
+    batch: ForwardBatch
+    kv: KVCache
+    adapters: Adds | None
+    tiles: StepTiles
+    steps: list[StepTiles]  # of each layer, all but the attention
+    attention: AttentionTile | SplitTile | RingAttention
+    splits: int  # programs that share a sequence's context
+    total: Tensor  # the residual stream
+    normed: Tensor  # what stands for the norm of it, as layers' products read it
+    of_head: Tensor  # and as the head does
+    attended: Tensor
+    inner: Tensor
+    chunks: Chunks
 
 
 class FastDecode:
@@ -195,74 +213,80 @@ class FastDecode:
         if rows != batch.num_seqs or rows > self.max_rows:
             allowed = f"1 to {self.max_rows}, one each"
             raise ValueError(f"FastDecode got {rows} rows of {batch.num_seqs} sequences, allowed: {allowed}")
-        config, weights, tiles = self.config, self.weights, self._tiles_of(batch, kv)
-        work, layers = self.work, weights.layers[: self.depth]
-        total, normed, inner = work.residual[:rows], work.normed[:rows], work.inner[:rows]
+        run, layers = self._begin(batch, kv, adapters), self.weights.layers[: self.depth]
+        squares = self.work.squares(self.work.sumsq_down, rows, run.steps[0].down)
+        sums = self._embed(batch.token_ids, run.total, run.normed, squares, run.chunks.normed)
+        for index, layer in enumerate(layers):
+            if hook is not None:
+                hook(index, run.total, batch)
+            sums = self._mix(run, index, layer, sums)
+            sums = self._feed_forward(run, index, layer, sums, last=index == len(layers) - 1)
+        return self._project(
+            run.of_head, self.weights.lm_head, self.work.logits, run.tiles.lm_head, sums, None,
+            scale=self.config.logit_scale, softcap=self.config.logit_softcap,
+        )[0]  # fmt: skip
+
+    def _begin(self, batch: ForwardBatch, kv: KVCache, adapters: Adds | None) -> _Run:
+        work, rows, tiles = self.work, batch.num_rows, self._tiles_of(batch, kv)
         steps = self._layer_steps(rows, isinstance(tiles.attention, SplitTile))
-        of_head, attended, chunks = normed, work.attended[:rows], NO_CHUNKS
-        if adapters is None and layers and self._takes_rounded(steps[0], tiles.attention):
-            (normed, attended, inner), chunks = work.codes(rows), work.chunks(steps[0])
         context, attention = max(batch.context_lens), tiles.attention
         splits = self._num_splits(tiles, rows, context)
         if tiles.short_attention is not None and context <= tiles.short_attention.block_n:
             attention, splits = tiles.short_attention, 1
-        norms, eps = self.norms, config.norm_eps
-        # attention in two kernels takes queries in the model's dtype
-        narrow_qkv = work.qkv.view(of_head.dtype)
-        qkv_buffer = narrow_qkv if isinstance(attention, SplitTile) else work.qkv
-        sumsq_o: Tensor | None
-        squares = work.squares(work.sumsq_down, rows, steps[0].down)
-        sumsq_down = self._embed(batch.token_ids, total, normed, squares, chunks.normed)
-        for index, layer in enumerate(layers):
-            if hook is not None:
-                hook(index, total, batch)
-            step, delta = steps[index], self.deltas[index]
-            squares, post = work.squares(work.sumsq_o, rows, step.o), self.posts[index]
-            buffer = qkv_buffer if delta is None else narrow_qkv
-            more = low_rank(adapters, f"layers.{index}.qkv", normed, layer.qkv, step.qkv)
-            qkv = self._project(
-                normed, layer.qkv, buffer, step.qkv, sumsq_down, layer.qkv_bias, low_rank=more, sizes=chunks.normed
+        total, normed, attended, inner = (t[:rows] for t in (work.residual, work.normed, work.attended, work.inner))
+        run = _Run(batch, kv, adapters, tiles, steps, attention, splits, total, normed, normed, attended, inner, NO_CHUNKS)
+        if adapters is None and self.depth != 0 and self._takes_rounded(steps[0], tiles.attention):
+            normed, attended, inner = work.codes(rows)
+            return run._replace(normed=normed, attended=attended, inner=inner, chunks=work.chunks(steps[0]))
+        return run
+
+    def _mix(self, run: _Run, index: int, layer: LayerWeights, sums: Tensor | None) -> Tensor | None:
+        """The attention of a layer, or what is in its place, joins the residual; `sums`, here and returned: of squares of it,
+        None where it is normed."""
+        work, step, delta, adapters = self.work, run.steps[index], self.deltas[index], run.adapters
+        # attention in two kernels takes queries in the model's dtype, as delta nets do
+        narrow = delta is not None or isinstance(run.attention, SplitTile)
+        buffer = work.qkv.view(run.of_head.dtype) if narrow else work.qkv
+        name = f"layers.{index}.qkv"
+        more = low_rank(adapters, name, run.normed, layer.qkv, step.qkv)
+        qkv = self._project(
+            run.normed, layer.qkv, buffer, step.qkv, sums, layer.qkv_bias, low_rank=more, sizes=run.chunks.normed
+        )  # fmt: skip
+        if adapters is not None and more is None:
+            adapters.add_to(name, qkv[0], run.normed, squares=sums, eps=self.config.norm_eps)
+        mixed = run.attended
+        if delta is None:
+            self._attend(qkv, run, index, layer)
+        else:
+            mixed = delta(qkv[0], run.normed, sums, run.batch, run.kv, adapters)
+        squares, following = work.squares(work.sumsq_o, len(run.total), step.o), self.norms[2 * index + 1]
+        return self._add(
+            mixed, layer.o, run.total, run.normed, squares, following, step.o, layer.o_bias, self.posts[index][0],
+            f"layers.{index}.o", adapters, sizes=run.chunks.attended, out_sizes=run.chunks.normed_of_o,
+        )  # fmt: skip
+
+    def _feed_forward(self, run: _Run, index: int, layer: LayerWeights, sums: Tensor | None, last: bool) -> Tensor | None:
+        """As `_mix`, of a layer's other half."""
+        config, work, step, adapters, normed = self.config, self.work, run.steps[index], run.adapters, run.normed
+        rows, following = len(run.total), self.norms[2 * index + 2]
+        if config.experts is not None and config.experts.at(index):
+            assert sums is not None  # several ranks' experts are the general path's
+            adds, offset = None if adapters is None else adapters.of_experts(index, rows), self.weights.norm_offset
+            return join_experts(config, layer.more, normed, sums, run.total, normed, following, offset, adds)
+        inner, more = run.inner, low_rank(adapters, f"layers.{index}.gate_up", normed, layer.gate_up, step.gate_up)
+        if adapters is None or more is not None:
+            glu(
+                normed, layer.gate_up, inner, step.gate_up, sumsq=sums, eps=config.norm_eps, activation=config.activation,
+                low_rank=more, sizes=run.chunks.normed_of_o, out_sizes=run.chunks.inner,
             )  # fmt: skip
-            if adapters is not None and more is None:
-                adapters.add_to(f"layers.{index}.qkv", qkv[0], normed, squares=sumsq_down, eps=eps)
-            mixed = attended
-            if delta is None:
-                self._attend(qkv, attended, batch, kv, index, layer, splits, attention, chunks.attended)
-            else:
-                mixed = delta(qkv[0], normed, sumsq_down, batch, kv, adapters)
-            after, following = norms[2 * index + 1 : 2 * index + 3]
-            name = f"layers.{index}.o"
-            sumsq_o = self._add(
-                mixed, layer.o, total, normed, squares, after, step.o, layer.o_bias, post[0], name, adapters,
-                sizes=chunks.attended, out_sizes=chunks.normed_of_o,
-            )  # fmt: skip
-            if config.experts is not None and config.experts.at(index):
-                offset = weights.norm_offset
-                assert sumsq_o is not None  # several ranks' experts are the general path's
-                adds = None if adapters is None else adapters.of_experts(index, rows)
-                sumsq_down = join_experts(config, layer.more, normed, sumsq_o, total, normed, following, offset, adds)
-                continue
-            more = low_rank(adapters, f"layers.{index}.gate_up", normed, layer.gate_up, step.gate_up)
-            if adapters is None or more is not None:
-                act = config.activation
-                glu(
-                    normed, layer.gate_up, inner, step.gate_up, sumsq=sumsq_o, eps=eps, activation=act, low_rank=more,
-                    sizes=chunks.normed_of_o, out_sizes=chunks.inner,
-                )  # fmt: skip
-            else:
-                assert sumsq_o is not None
-                inner = adapted_glu(adapters, index, normed, layer.gate_up, step.gate_up, sumsq_o, config)
-            squares, name = work.squares(work.sumsq_down, rows, step.down), f"layers.{index}.down"
-            last = index == len(layers) - 1
-            normed = of_head if last else normed
-            sumsq_down = self._add(
-                inner, layer.down, total, normed, squares, following, step.down, layer.down_bias, post[1], name, adapters,
-                sizes=chunks.inner, out_sizes=None if last else chunks.normed,
-            )  # fmt: skip
-        return self._project(
-            normed, weights.lm_head, work.logits, tiles.lm_head, sumsq_down, None,
-            scale=config.logit_scale, softcap=config.logit_softcap,
-        )[0]  # fmt: skip
+        else:
+            assert sums is not None
+            inner = adapted_glu(adapters, index, normed, layer.gate_up, step.gate_up, sums, config)
+        return self._add(
+            inner, layer.down, run.total, run.of_head if last else normed, work.squares(work.sumsq_down, rows, step.down),
+            following, step.down, layer.down_bias, self.posts[index][1], f"layers.{index}.down", adapters,
+            sizes=run.chunks.inner, out_sizes=None if last else run.chunks.normed,
+        )  # fmt: skip
 
     def _tiles_of(self, batch: ForwardBatch, kv: KVCache) -> StepTiles:
         """Those of the batch's rows, with the attention that its contexts and the cache want."""
@@ -332,10 +356,8 @@ class FastDecode:
         project(x, weight, out, tile, sumsq=sumsq, eps=self.config.norm_eps, bias=bias, **options)
         return out
 
-    def _attend(
-        self, qkv: Tensor, attended: Tensor, batch: ForwardBatch, kv: KVCache, index: int, layer: LayerWeights, splits: int,
-        tile: AttentionTile | SplitTile | RingAttention, sizes: Tensor | None,
-    ) -> None:  # fmt: skip
+    def _attend(self, qkv: Tensor, run: _Run, index: int, layer: LayerWeights) -> None:
+        batch, kv, tile = run.batch, run.kv, run.attention
         if isinstance(tile, SplitTile):
             if runs_triton(qkv):
                 self._attend_in_two(qkv[0], batch, kv, index, layer, tile)
@@ -343,10 +365,11 @@ class FastDecode:
             tile = AttentionTile()  # of no meaning to the reference
         cos, sin = self.rope[self.layer_rope[index]]
         decode_attention(
-            qkv, attended, kv, index, block_tables=batch.block_tables, seq_slots=batch.seq_slots,
+            qkv, run.attended, kv, index, block_tables=batch.block_tables, seq_slots=batch.seq_slots,
             seq_lens=batch.seq_lens, slot_mapping=batch.slot_mapping, cos=cos, sin=sin, q_norm=layer.q_norm,
-            k_norm=layer.k_norm, heads=self.heads, window=self.config.window(index), num_splits=splits,
-            tile=tile, space=self.work.space, sinks=layer.more.get("sinks"), sizes=sizes,
+            k_norm=layer.k_norm, heads=self.heads, window=self.config.window(index), num_splits=run.splits,
+            tile=tile, space=self.work.space, sinks=layer.more.get("sinks"),
+            sizes=run.chunks.attended,
         )  # fmt: skip
 
     def _attend_in_two(
