@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from headrace import LLM, BeamSearchParams
+from headrace import LLM, BeamSearchParams, SamplingParams
 from headrace.beam_search import BeamSearch
 from headrace.errors import ParameterError
 from tiny_models import write_tiny
@@ -166,6 +166,8 @@ def test_a_failure_leaves_nothing_behind(pair):
     ours, _ = pair
     with pytest.raises(ParameterError):
         ours.beam_search([[5], [10**6]], BeamSearchParams(beam_width=2))
+    with pytest.raises(ParameterError, match=r"^params: .*BeamSearchParams$"):
+        ours.beam_search([[5]], SamplingParams(max_tokens=3))
     assert not ours.engine.core.has_work
 
 

@@ -345,9 +345,10 @@ def test_prompts_of_any_iterable_and_ids_of_any_array(llm):
     for wrong in ({"max_tokens": 3}, [5], [None], [{}], 5):
         with pytest.raises(ParameterError, match=r"^sampling_params: got"):
             llm.generate([5], wrong)
-    for wrong in ({"role": "user", "content": "one message, not a list"}, None, 5):
-        with pytest.raises(ParameterError, match=r"^messages"):
+    for wrong in ({"role": "user", "content": "one message, not a list"}, None, 5, "Hello"):
+        with pytest.raises(ParameterError, match=r"^messages") as told:
             llm.chat(wrong)
+        assert told.value.value is wrong
 
 
 def test_unknown_options_are_refused(model):

@@ -107,6 +107,8 @@ class BeamSearch:
     """State of one prompt. `running` are the beams to expand, `advance` takes their candidates."""
 
     def __init__(self, prompt_ids: list[int], params: BeamSearchParams, eos_token_ids: Sequence[int], cache_salt: str = ""):
+        if not isinstance(params, BeamSearchParams):
+            raise ParameterError("params", params, "BeamSearchParams")
         self.prompt_ids, self.params, self.cache_salt = prompt_ids, params, cache_salt
         self.eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self.num_candidates = params.num_candidates(len(self.eos))

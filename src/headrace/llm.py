@@ -175,7 +175,7 @@ class LLM:
 
         `special_tokens_in_content`: "text" keeps those that messages spell out as text.
         """
-        if not isinstance(messages, Iterable):
+        if isinstance(messages, str | dict) or not isinstance(messages, Iterable):
             raise ParameterError("messages", messages, "a conversation, which is a list of messages, or a list of them")
         given: list[Any] = list(messages)
         prompts: list[Prompt] = [
