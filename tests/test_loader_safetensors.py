@@ -226,6 +226,7 @@ BROKEN = {
     "offsets backwards": ({"a": GOOD["a"] | {"data_offsets": [16, 0]}}, b"\0" * 16, None),
     "three offsets": ({"a": GOOD["a"] | {"data_offsets": [0, 8, 16]}}, b"\0" * 16, None),
     "offsets past the end": ({"a": GOOD["a"] | {"data_offsets": [8, 24]}}, b"\0" * 16, None),
+    "overlap": (GOOD | {"b": GOOD["a"] | {"shape": [1, 2], "data_offsets": [8, 16]}}, b"\0" * 16, None),
     "truncated": (GOOD, b"\0" * 15, None),
     "dtype": ({"a": GOOD["a"] | {"dtype": "F9"}}, b"\0" * 16, None),
     "dtype not a string": ({"a": GOOD["a"] | {"dtype": ["F32"]}}, b"\0" * 16, None),
@@ -233,7 +234,8 @@ BROKEN = {
 
 
 def test_the_right_file_that_the_broken_ones_differ_from(tmp_path: Path):
-    entry = read_header(files.raw_safetensors(tmp_path / "x.safetensors", GOOD, b"\0" * 16))["a"]
+    nothing = GOOD["a"] | {"shape": [0], "data_offsets": [0, 0]}
+    entry = read_header(files.raw_safetensors(tmp_path / "x.safetensors", GOOD | {"b": nothing}, b"\0" * 16))["a"]
     assert (entry.shape, entry.num_bytes) == ((2, 2), 16)
 
 

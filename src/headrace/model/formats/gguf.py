@@ -6,7 +6,6 @@ reads it in a tenth of a second and answers every lie with CheckpointError. Form
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import struct
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 from headrace.errors import CheckpointError
 from headrace.model.formats.safetensors_file import refuse_lfs_pointer
-from headrace.model.formats.tensor_file import Encoding, TensorEntry, num_elements
+from headrace.model.formats.tensor_file import Encoding, TensorEntry, num_elements, overlap
 
 _STRING, _ARRAY = 8, 9  # value types
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct codes
@@ -184,11 +183,6 @@ class _Header:
                 span = f"{num_bytes} bytes at {start + offset}"
                 raise self.fail(f"tensor {name!r}: {span} reach past the file's end ({self.size} bytes)")
             entries[name] = TensorEntry(name, shape, encoding, self.path, start + offset, num_bytes)
-        self.check_overlap(entries)
+        if shared := overlap(entries.values()):
+            raise self.fail(shared)
         return entries
-
-    def check_overlap(self, entries: dict[str, TensorEntry]) -> None:
-        ordered = sorted(entries.values(), key=lambda e: e.offset)
-        for first, second in itertools.pairwise(ordered):
-            if first.offset + first.num_bytes > second.offset:
-                raise self.fail(f"the tensors {first.name!r} and {second.name!r} overlap")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CheckpointError
-from headrace.model.formats.tensor_file import Encoding, TensorEntry, num_elements
+from headrace.model.formats.tensor_file import Encoding, TensorEntry, num_elements, overlap
 
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format's own library
 INDEX_NAME = "model.safetensors.index.json"
@@ -104,7 +104,10 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(f"{path}: the safetensors header is not a JSON object")
     header.pop("__metadata__", None)
     start = 8 + header_bytes
-    return {name: _entry(path, name, info, start, size) for name, info in header.items()}
+    entries = {name: _entry(path, name, info, start, size) for name, info in header.items()}
+    if shared := overlap(entries.values()):
+        raise CheckpointError(f"{path}: {shared}")
+    return entries
 
 
 def _entry(path: Path, name: str, info: Any, start: int, size: int) -> TensorEntry:

@@ -5,7 +5,9 @@ No torch here: the process that serves HTTP reads headers and tokenizers only, a
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,6 +77,13 @@ def head_order(head_dim: int, rotary: int = 0) -> list[int]:
     """Which of a head's rows come first, where the halves of its first `rotary` (0: all) are interleaved and are put apart."""
     rotary = rotary or head_dim
     return [*range(0, rotary, 2), *range(1, rotary, 2), *range(rotary, head_dim)]
+
+
+def overlap(entries: Iterable[TensorEntry]) -> str:
+    """Of which two tensors of one file some bytes are the same, in words; nothing where each has its own."""
+    ordered = sorted(entries, key=lambda e: (e.offset, e.num_bytes))
+    pairs = (p for p in itertools.pairwise(ordered) if p[0].offset + p[0].num_bytes > p[1].offset)
+    return next((f"the tensors {first.name!r} and {second.name!r} overlap" for first, second in pairs), "")
 
 
 def num_elements(shape: tuple[int, ...]) -> int:
