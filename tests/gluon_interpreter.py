@@ -1,4 +1,4 @@
-"""Runs kernels in Gluon without a card: tensors as the program writes them, layouts of no meaning, copies at once.
+"""Runs kernels in Gluon without a card: tensors as the program writes them, layouts of no meaning, copies and products at once.
 
 What a layout stands for is assumed where inline PTX runs (ptx_interpreter.py): element t of a tensor [threads] is in thread t,
 as `convert_layout` to a blocked layout of one element a thread has it. Only what headrace's kernels with inline PTX use.
@@ -6,6 +6,7 @@ as `convert_layout` to a blocked layout of one element a thread has it. Only wha
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from torch import Tensor
 
 import ptx_interpreter
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FP8 = (torch.float8_e4m3fn,)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, *FP8)
 
 
 def _raw(x: Any) -> Any:
@@ -49,6 +51,15 @@ class Value:
 
     def __getitem__(self, index: Any) -> Value:
         return Value(self.value[index])
+
+    def __neg__(self) -> Value:
+        return Value(-self.value)
+
+    def __bool__(self) -> bool:
+        return bool(self.value.item())
+
+    def __index__(self) -> int:
+        return int(self.value.item())
 
 
 def _division(a: Any, b: Any) -> Any:
@@ -92,6 +103,12 @@ class Shared:
     def index(self, i: Any) -> Shared:
         return Shared(self.data[int(_raw(i))])
 
+    def slice(self, start: int, length: int, axis: int) -> Shared:
+        return Shared(self.data.narrow(axis, start, length))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.data.permute(order))
+
     def load(self, layout: Any) -> Value:
         return Value(self.data.clone())
 
@@ -107,15 +124,35 @@ def _load(pointer: Pointer, mask: Any = None, other: float = 0.0, cache_modifier
     at = torch.as_tensor(pointer.at)
     if mask is None:
         return Value(pointer.memory[at])
-    found = pointer.memory[torch.where(_raw(mask), at, 0)]
-    return Value(torch.where(_raw(mask), found, torch.as_tensor(other, dtype=found.dtype)))
+    at, there = torch.broadcast_tensors(at, torch.as_tensor(_raw(mask)))
+    found = pointer.memory[torch.where(there, at, 0)]
+    return Value(torch.where(there, found, torch.as_tensor(other, dtype=found.dtype)))
 
 
-def _store(pointer: Pointer, value: Value, mask: Any = None) -> None:
-    at, data = torch.as_tensor(pointer.at), value.value.to(pointer.memory.dtype)
+def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    memory, at = pointer.memory, torch.as_tensor(pointer.at)
+    data = torch.as_tensor(_raw(value)).to(memory.dtype)
+    if memory.dtype in FP8:
+        memory, data = memory.view(torch.uint8), data.view(torch.uint8)
     if mask is not None:
-        at, data = at[_raw(mask)], data[_raw(mask)]
-    pointer.memory[at] = data
+        at, there, data = torch.broadcast_tensors(at, torch.as_tensor(_raw(mask)), data)
+        at, data = at[there], data[there]
+    memory[at] = data
+
+
+def _atomic_add(pointer: Pointer, value: int, sem: str = "") -> Value:
+    before = Value(_load(pointer).value.clone())
+    _store(pointer, Value(before.value + value))
+    return before
+
+
+def _product(a: Value, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
+    found = (_operand(a) @ b.data.double()).float()
+    return Value(found + acc.value if use_acc else found)
+
+
+def _operand(a: Any) -> Tensor:
+    return (a.data if isinstance(a, Shared) else a.value).double()
 
 
 def _inline(text: str, constraints: str, args: tuple[Value, ...], dtype: Any, pure: bool, pack: int) -> Any:
@@ -136,6 +173,8 @@ def _split(x: Value) -> tuple[Value, Value]:
 
 def _copy(tiles: Any, coord: list[Any], barrier: Shared, target: Shared, pred: bool = True) -> None:
     """A box of a TensorDescriptor; what lies beyond its tensor is 0."""
+    if not pred:
+        return
     grid = torch.meshgrid(*(torch.arange(n) + int(_raw(c)) for n, c in zip(tiles.block_shape, coord, strict=True)), indexing="ij")
     inside = torch.ones_like(grid[0], dtype=torch.bool)
     at = torch.zeros_like(grid[0])
@@ -166,6 +205,15 @@ def _max(x: Value, axis: int) -> Value:
     return Value(x.value.amax(axis))
 
 
+def _maximum(a: Any, b: Any) -> Value:
+    a = torch.as_tensor(_raw(a))
+    return Value(torch.maximum(a, torch.as_tensor(_raw(b), dtype=a.dtype)))
+
+
+def _where(c: Value, a: Any, b: Any) -> Value:
+    return Value(torch.where(_raw(c), _raw(a), _raw(b)))
+
+
 def _jit(fn: Any = None, **_: Any) -> Any:
     return fn if fn is not None else lambda f: f
 
@@ -174,15 +222,15 @@ def _language(program: list[int]) -> SimpleNamespace:
     nothing = lambda *_, **__: None  # noqa: E731
     return SimpleNamespace(
         constexpr=lambda x: x, uint8=torch.uint8, int32=torch.int32, int64=torch.int64, int16=torch.int16, float32=torch.float32,
-        float16=torch.float16, bfloat16=torch.bfloat16, pointer_type=lambda t: t, static_range=range,
+        float16=torch.float16, bfloat16=torch.bfloat16, float8e4nv=torch.float8_e4m3fn, pointer_type=lambda t: t, static_range=range,
         BlockedLayout=nothing, SliceLayout=nothing, DistributedLinearLayout=nothing, SwizzledSharedLayout=nothing,
-        program_id=lambda axis: program[axis], thread_barrier=nothing,
+        DotOperandLayout=nothing, NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, exp2=_unary(torch.exp2),
+        log2=_unary(torch.log2), atomic_add=_atomic_add, program_id=lambda axis: program[axis], thread_barrier=nothing,
         allocate_shared_memory=_allocate,
         arange=lambda a, b, layout: Value(torch.arange(a, b, dtype=torch.int32)),
         full=lambda shape, value, dtype, layout: Value(torch.full(shape, value, dtype=dtype)),
         zeros_like=_unary(torch.zeros_like), abs=_unary(torch.abs), rsqrt=_unary(torch.rsqrt), max=_max,
-        where=lambda c, a, b: Value(torch.where(_raw(c), _raw(a), _raw(b))),
-        maximum=lambda a, b: Value(torch.maximum(a.value, torch.as_tensor(_raw(b), dtype=a.dtype))),
+        where=_where, maximum=_maximum,
         minimum=_minimum,
         sum=lambda x, axis: Value(x.value.sum(axis)), reshape=lambda x, shape: Value(x.value.reshape(shape)),
         permute=lambda x, order: Value(x.value.permute(order)), split=_split,
@@ -191,21 +239,27 @@ def _language(program: list[int]) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def run(path: str | Path, kernel: str, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+def run(
+    path: str | Path, kernel: str, grid: tuple[int, ...], arguments: dict[str, Any], *, beside: tuple[str, ...] = (),
+    **stand_ins: Any,
+) -> None:  # fmt: skip
     """Every program of a kernel of the file, one after the other. Tensors are on the CPU; descriptors have fields as
-    TensorDescriptor's."""
-    source = Path(path).read_text()
-    source = re.sub(r"^from triton[^(\n]*(\([^)]*\))?.*\n", "", source, flags=re.M)
-    program = [0] * 3
+    TensorDescriptor's. `beside`: other files whose functions the kernel calls; `stand_ins`: what takes a function's place."""
+    program: list[Any] = [Value(torch.zeros((), dtype=torch.int32))] * 3
     nothing = lambda *_, **__: None  # noqa: E731
     names: dict[str, Any] = {
         "gluon": SimpleNamespace(jit=_jit), "gl": _language(program), "fence_async_shared": nothing, "TensorDescriptor": None,
         "mbarrier": SimpleNamespace(init=nothing, expect=nothing, wait=nothing, MBarrierLayout=nothing),
-        "tma": SimpleNamespace(async_copy_global_to_shared=_copy),
+        "tma": SimpleNamespace(async_copy_global_to_shared=_copy), "warpgroup_mma": _product,
+        "warpgroup_mma_wait": lambda pending, deps: deps,
     }  # fmt: skip
-    exec(compile(source, str(path), "exec", dont_inherit=True), names)
-    names |= {"grid_dependency": nothing, "activate": _activate}
+    for file in (*beside, path):
+        source = re.sub(r"^from triton[^(\n]*(\([^)]*\))?.*\n", "", Path(file).read_text(), flags=re.M)
+        functions = {name: value for name, value in names.items() if inspect.isfunction(value)}
+        exec(compile(source, str(file), "exec", dont_inherit=True), names)
+        names |= {name: function for name, function in functions.items() if not inspect.isfunction(names[name])}
+    names |= {"grid_dependency": nothing, "activate": _activate, **stand_ins}
     given = {name: Pointer(x.view(-1)) if isinstance(x, Tensor) else x for name, x in arguments.items()}
     for place in itertools.product(*(range(n) for n in grid)):
-        program[: len(place)] = place
+        program[: len(place)] = [Value(torch.tensor(x, dtype=torch.int32)) for x in place]
         names[kernel](**given)

@@ -404,8 +404,8 @@ def test_an_fp8_cache_splits_no_more_than_there_is_room_for(kv_heads):
     config = replace(PLAIN, num_heads=32, num_kv_heads=kv_heads, head_dim=128)
     fast = SimpleNamespace(config=config)
     for rows, tiles in default_table(config).items():
-        narrow = with_fp8_cache(tiles, config, rows)
-        for context in (1, 100, 1000, 5000, 100_000):
-            splits = FastDecode._num_splits(fast, narrow, rows, context)  # type: ignore[arg-type]
-            assert 1 <= splits <= FastDecode._num_splits(fast, tiles, rows, context)  # type: ignore[arg-type]
+        for narrow in (with_fp8_cache(tiles, config, rows, ring) for ring in (False, True)):
+            for context in (1, 100, 1000, 5000, 100_000):
+                splits = FastDecode._num_splits(fast, narrow, rows, context)  # type: ignore[arg-type]
+                assert 1 <= splits <= FastDecode._num_splits(fast, tiles, rows, context)  # type: ignore[arg-type]
     assert with_fp8_cache(default_table(config)[1], config, 1).attention.block_n == 128

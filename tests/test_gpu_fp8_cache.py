@@ -81,11 +81,11 @@ def test_a_graph_follows_lengths_and_its_replays_are_identical():
             assert torch.equal(out, first)
 
 
-@pytest.mark.parametrize("rows, dim", [(1, 64), (1, 128), (5, 64), (40, 64), (100, 64)])
+@pytest.mark.parametrize("rows, dim", [(1, 64), (1, 128), (5, 64), (5, 128), (30, 128), (40, 64), (100, 64)])
 @pytest.mark.parametrize("related", [False, True])
 def test_the_fused_step_is_the_decoder_with_such_a_cache(rows, dim, related):
     """Captured and replayed: the same bits, in the cache too; rows of one request go through two kernels, one row with heads of
-    128 through a program for each query head."""
+    128 through a program for each query head, several with such heads through rings."""
     lengths = [(17 * i) % 300 + 1 for i in range(rows)]
     lengths[-1] = 400
     config = replace(WIDE, head_dim=dim, rope=RopeConfig(1e4, dim))

@@ -104,13 +104,15 @@ def test_products_by_whole_numbers(card) -> None:
         assert relative(out[0], x.double() @ dequantized(w, torch.float32).double().T) < 1e-5
 
 
-@pytest.mark.parametrize("rows", [8, 32])
-def test_fp8_weights_and_an_fp8_cache(rows: int, card) -> None:
-    """What is handed on in FP8 is what was handed on in bfloat16."""
-    weights = moved(with_narrow(random_weights(CONFIG, dtype=BF16), LAYERS["fp8"]), card)
-    batch, kv = decode_batch(CONFIG, ([150, 1, 17, 400, 64, 65, 63, 129] * 4)[:rows], 64, torch.float8_e4m3fn)
-    as_it_was = default_table(CONFIG, kinds=("fp8",) * 4 + ("float",), rounded=False)
-    found = [FastDecode(CONFIG, weights, rows, card, table).forward(moved(batch, card), moved(kv, card)) for table in (None, as_it_was)]
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("rows", [8, 32, 64])
+def test_fp8_weights_and_an_fp8_cache(rows: int, dim: int, card) -> None:
+    """What is handed on in FP8 is what was handed on in bfloat16; heads of 128 by attention in rings."""
+    config = replace(CONFIG, head_dim=dim, rope=RopeConfig(1e4, dim))
+    weights = moved(with_narrow(random_weights(config, dtype=BF16), LAYERS["fp8"]), card)
+    batch, kv = decode_batch(config, ([150, 1, 17, 400, 64, 65, 63, 129] * 8)[:rows], 64, torch.float8_e4m3fn)
+    as_it_was = default_table(config, kinds=("fp8",) * 4 + ("float",), rounded=False)
+    found = [FastDecode(config, weights, rows, card, table).forward(moved(batch, card), moved(kv, card)) for table in (None, as_it_was)]
     assert relative(found[0], found[1]) < (0.03 if rows <= PAIR_ROWS else 0.1)
 
 

@@ -10,6 +10,7 @@ kernel: it is older than this step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -307,8 +308,10 @@ def decode_attention(
     k, v, kind = kv.k[layer], kv.v[layer], fp8_kind(out, kv.scales[layer][0])
     if isinstance(tile, RingAttention):
         from headrace.fast_decode.attention_ring import ring_attention  # which needs Gluon
+        from headrace.fast_decode.attention_ring_fp8 import ring_attention_fp8
 
-        ring_attention(
+        attend = partial(ring_attention_fp8, scales=kv.scales[layer]) if kind else ring_attention
+        attend(
             qkv, out, k, v, block_tables=block_tables, seq_slots=seq_slots, seq_lens=seq_lens, slot_mapping=slot_mapping,
             cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, heads=heads, window=window, num_splits=num_splits, tile=tile,
             space=space, sizes=sizes,

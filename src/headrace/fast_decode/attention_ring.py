@@ -24,17 +24,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.fast_decode.attention_reference import HeadShape
 from headrace.fast_decode.ring_gemm import grid_dependency
-from headrace.fast_decode.ring_tile import RingAttention
+from headrace.fast_decode.ring_tile import KEYS, RingAttention
 from headrace.kernels.activation import soft_cap
 from headrace.kernels.launch import pdl
 from headrace.kernels.rounded import put
 from headrace.kernels.split import SplitSpace
 
-TILE, HEADS_AT_ONCE = 64, 8  # keys of a step, a block of the cache; query heads of a key-value head at most
+TILE, HEADS_AT_ONCE = KEYS, 8  # keys of a step; query heads of a key-value head at most
 
 
 @gluon.jit
-def _ask(tiles, ring, full, table, first, i, count, head, DIM: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr):
+def ask_tile(tiles, ring, full, table, first, i, count, head, DIM: gl.constexpr, TILE: gl.constexpr, RING: gl.constexpr):
     """Tile i of the program's part into its place, if there is one."""
     there = i < count
     block = gl.load(table + first + gl.minimum(i, count - 1))
@@ -52,7 +52,7 @@ def _clear_tail(tile, tail, parts: gl.constexpr, DIM: gl.constexpr, TILE: gl.con
 
 
 @gluon.jit
-def _sizes(sizes_ptr, sizes_stride, b, heads, out_ptr):
+def places_of_sizes(sizes_ptr, sizes_stride, b, heads, out_ptr):
     """Where those of a row's heads lie, where they are FP8."""
     OUT: gl.constexpr = out_ptr.dtype.element_ty
     places = heads
@@ -62,11 +62,65 @@ def _sizes(sizes_ptr, sizes_stride, b, heads, out_ptr):
 
 
 @gluon.jit
-def _slabs(pointers, slab_stride, mask, SLABS: gl.constexpr):
+def sum_slabs(pointers, slab_stride, mask, SLABS: gl.constexpr):
     x = gl.load(pointers, mask=mask, other=0.0)
     for j in gl.static_range(1, SLABS):
         x += gl.load(pointers + j * slab_stride, mask=mask, other=0.0)
     return x
+
+
+@gluon.jit
+def leave(
+    o, lse, out, sizes_ptr, partials_ptr, lse_ptr, tickets_ptr, sizes_stride, second, b, head, split, num_splits, used,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr, MERGE: gl.constexpr, PAIR: gl.constexpr,
+):  # fmt: skip
+    """o [DIM, ROWS] of a part of a sequence, and the logarithms of its weights' sums, to where `out` points, if it is the only
+    one of `used`; else the last one to come adds up all, in their order."""
+    GROUP: gl.constexpr = HEADS // KV_HEADS
+    flat: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
+    o = gl.convert_layout(o, flat)
+    d = gl.arange(0, DIM, layout=gl.SliceLayout(1, flat))
+    g = gl.arange(0, ROWS, layout=gl.SliceLayout(0, flat))
+    ok = (d >= 0)[:, None] & (g < GROUP)[None, :]
+    at = g[None, :] * DIM + d[:, None]
+    sizes = places_of_sizes(sizes_ptr, sizes_stride, b, head * GROUP + g, out)
+    if used == 1:
+        put(out + at, o, ok, sizes, g < GROUP, second, 0, PAIR)
+    else:
+        base = (b * KV_HEADS + head) * num_splits
+        slab = partials_ptr + base.to(gl.int64) * (GROUP * DIM) + at
+        gl.store(slab + split * (GROUP * DIM), o, mask=ok)
+        gl.store(lse_ptr + (base + split) * GROUP + g, gl.convert_layout(lse, gl.SliceLayout(0, flat)), mask=g < GROUP)
+        ticket = tickets_ptr + b * KV_HEADS + head
+        gl.thread_barrier()  # all threads' stores before the one thread's release
+        if gl.atomic_add(ticket, 1, sem="acq_rel") == used - 1:
+            gl.store(ticket, 0)
+            lses = lse_ptr + base * GROUP + g
+            top = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(0, flat))
+            weight_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, flat))
+            o = gl.full([DIM, ROWS], 0.0, gl.float32, flat)
+            for s0 in range(0, used, MERGE):
+                xs = ()
+                ws = ()
+                new = top
+                for j in gl.static_range(MERGE):
+                    there = s0 + j < used
+                    w = gl.load(lses + (s0 + j) * GROUP, mask=(g < GROUP) & there, other=-float("inf"), cache_modifier=".cg")
+                    ws = ws + (w,)
+                    x = gl.load(slab + (s0 + j) * (GROUP * DIM), mask=ok & there, other=0.0, cache_modifier=".cg")
+                    xs = xs + (x,)
+                    new = gl.maximum(new, w)
+                safe = gl.where(new == -float("inf"), 0.0, new)
+                shrink = gl.exp2(top - safe)
+                weight_sum = weight_sum * shrink
+                o = o * shrink[None, :]
+                for j in gl.static_range(MERGE):
+                    w = gl.exp2(ws[j] - safe)
+                    weight_sum += w
+                    o += xs[j] * w[None, :]
+                top = new
+            o = o / gl.where(weight_sum == 0.0, 1.0, weight_sum)[None, :]
+            put(out + at, o, ok, sizes, g < GROUP, second, 0, PAIR)
 
 
 @gluon.jit(do_not_specialize=["num_splits", "window", "sizes_stride", "second"])
@@ -83,7 +137,6 @@ def _ring_attention_kernel(
     LOG2E: gl.constexpr = 1.4426950408889634
     prep: gl.constexpr = gl.BlockedLayout([1, DIM // 32], [1, 32], [4, 1], [1, 0])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    flat: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
     parts: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     kept: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     head = gl.program_id(0)
@@ -118,7 +171,7 @@ def _ring_attention_kernel(
             grid_dependency("wait")
             grid_dependency("launch_dependents")
         if (pos < 0) & (split == 0):
-            of_rows = _sizes(sizes_ptr, sizes_stride, b, head * GROUP + rg, out_ptr)
+            of_rows = places_of_sizes(sizes_ptr, sizes_stride, b, head * GROUP + rg, out_ptr)
             zeros = gl.full([ROWS, DIM], 0.0, gl.float32, prep)
             put(out + rg[:, None] * DIM + rd[None, :], zeros, g_ok, of_rows, rg < GROUP, second, 1, PAIR)
         return
@@ -126,9 +179,9 @@ def _ring_attention_kernel(
     owner = first + count == begin + tiles
     table = tables_ptr + gl.load(slots_ptr + b, cache_modifier=".cg").to(gl.int64) * table_stride
     for i in gl.static_range(RING):
-        _ask(k_tiles, k_ring, k_full, table, first, i, count, head, DIM, TILE, RING)
+        ask_tile(k_tiles, k_ring, k_full, table, first, i, count, head, DIM, TILE, RING)
     for i in gl.static_range(RING):
-        _ask(v_tiles, v_ring, v_full, table, first, i, count, head, DIM, TILE, RING)
+        ask_tile(v_tiles, v_ring, v_full, table, first, i, count, head, DIM, TILE, RING)
     partner = (rd + HALF) % DIM
     cos = gl.load(cos_ptr + pos * HALF + rd % HALF)
     sin = gl.load(sin_ptr + pos * HALF + rd % HALF)
@@ -146,13 +199,13 @@ def _ring_attention_kernel(
     q_row = row + (head * GROUP + rg)[:, None] * DIM
     k_row = row + (HEADS + head) * DIM
     v_row = k_row + KV_HEADS * DIM
-    q = _slabs(q_row + rd[None, :], slab_stride, g_ok, SLABS)
-    q_turned = _slabs(q_row + partner[None, :], slab_stride, g_ok, SLABS)
-    k_new = _slabs(k_row + rd, slab_stride, rd >= 0, SLABS)
-    k_turned = _slabs(k_row + partner, slab_stride, rd >= 0, SLABS)
-    v_new = _slabs(v_row + rd, slab_stride, rd >= 0, SLABS).to(gl.bfloat16)
+    q = sum_slabs(q_row + rd[None, :], slab_stride, g_ok, SLABS)
+    q_turned = sum_slabs(q_row + partner[None, :], slab_stride, g_ok, SLABS)
+    k_new = sum_slabs(k_row + rd, slab_stride, rd >= 0, SLABS)
+    k_turned = sum_slabs(k_row + partner, slab_stride, rd >= 0, SLABS)
+    v_new = sum_slabs(v_row + rd, slab_stride, rd >= 0, SLABS).to(gl.bfloat16)
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(1, sums))
-    v_own = _slabs(v_row + dims, slab_stride, dims >= 0, SLABS).to(gl.bfloat16).to(gl.float32)
+    v_own = sum_slabs(v_row + dims, slab_stride, dims >= 0, SLABS).to(gl.bfloat16).to(gl.float32)
     tail = pos - (first + count - 1) * TILE  # cached tokens of the last tile, of the program that has the new one
     last = (count - 1) % RING
     if owner & (count <= RING):
@@ -217,7 +270,7 @@ def _ring_attention_kernel(
         if count > RING:
             for j in gl.static_range(CHUNK):  # all warps have read the keys: the maximum was of all
                 if c0 + j + RING < count:
-                    _ask(k_tiles, k_ring, k_full, table, first, c0 + j + RING, count, head, DIM, TILE, RING)
+                    ask_tile(k_tiles, k_ring, k_full, table, first, c0 + j + RING, count, head, DIM, TILE, RING)
         fence_async_shared()
         gl.thread_barrier()
         for j in gl.static_range(CHUNK):
@@ -233,53 +286,14 @@ def _ring_attention_kernel(
             gl.thread_barrier()
             for j in gl.static_range(CHUNK):
                 if c0 + j + RING < count:
-                    _ask(v_tiles, v_ring, v_full, table, first, c0 + j + RING, count, head, DIM, TILE, RING)
+                    ask_tile(v_tiles, v_ring, v_full, table, first, c0 + j + RING, count, head, DIM, TILE, RING)
     total = gl.sum(l, 0)
-    o = gl.convert_layout(acc / total[None, :], flat)
-    d = gl.arange(0, DIM, layout=gl.SliceLayout(1, flat))
-    g = gl.arange(0, ROWS, layout=gl.SliceLayout(0, flat))
-    ok = (d >= 0)[:, None] & (g < GROUP)[None, :]
-    at = g[None, :] * DIM + d[:, None]
-    sizes = _sizes(sizes_ptr, sizes_stride, b, head * GROUP + g, out_ptr)
+    o = acc / total[None, :]
     used = (tiles + share - 1) // share
-    if used == 1:
-        put(out + at, o, ok, sizes, g < GROUP, second, 0, PAIR)
-    else:
-        base = (b * KV_HEADS + head) * num_splits
-        slab = partials_ptr + base.to(gl.int64) * (GROUP * DIM) + at
-        gl.store(slab + split * (GROUP * DIM), o, mask=ok)
-        gs = gl.arange(0, ROWS, layout=gl.SliceLayout(0, sums))
-        gl.store(lse_ptr + (base + split) * GROUP + gs, m + gl.log2(total), mask=gs < GROUP)
-        ticket = tickets_ptr + b * KV_HEADS + head
-        gl.thread_barrier()  # all threads' stores before the one thread's release
-        if gl.atomic_add(ticket, 1, sem="acq_rel") == used - 1:
-            gl.store(ticket, 0)
-            lse = lse_ptr + base * GROUP + g
-            top = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(0, flat))
-            weight_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, flat))
-            o = gl.full([DIM, ROWS], 0.0, gl.float32, flat)
-            for s0 in range(0, used, MERGE):
-                xs = ()
-                ws = ()
-                new = top
-                for j in gl.static_range(MERGE):
-                    there = s0 + j < used
-                    w = gl.load(lse + (s0 + j) * GROUP, mask=(g < GROUP) & there, other=-float("inf"), cache_modifier=".cg")
-                    ws = ws + (w,)
-                    x = gl.load(slab + (s0 + j) * (GROUP * DIM), mask=ok & there, other=0.0, cache_modifier=".cg")
-                    xs = xs + (x,)
-                    new = gl.maximum(new, w)
-                safe = gl.where(new == -float("inf"), 0.0, new)
-                shrink = gl.exp2(top - safe)
-                weight_sum = weight_sum * shrink
-                o = o * shrink[None, :]
-                for j in gl.static_range(MERGE):
-                    w = gl.exp2(ws[j] - safe)
-                    weight_sum += w
-                    o += xs[j] * w[None, :]
-                top = new
-            o = o / gl.where(weight_sum == 0.0, 1.0, weight_sum)[None, :]
-            put(out + at, o, ok, sizes, g < GROUP, second, 0, PAIR)
+    leave(
+        o, m + gl.log2(total), out, sizes_ptr, partials_ptr, lse_ptr, tickets_ptr, sizes_stride, second, b, head, split,
+        num_splits, used, HEADS, KV_HEADS, DIM, ROWS, MERGE, PAIR,
+    )
 
 
 def ring_attention(

@@ -31,7 +31,7 @@ from headrace.fast_decode.experts import join_experts, takes_experts
 from headrace.fast_decode.join_normed import join_normed
 from headrace.fast_decode.products import RoundedTile, Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
-from headrace.fast_decode.ring_tile import RingAttention, ring_attention_suits, runs
+from headrace.fast_decode.ring_tile import KEYS, RingAttention, ring_attention_suits, runs
 from headrace.fast_decode.takes import hands_on_fp8, has_copy_engine, kinds_of, usual_kinds
 from headrace.fast_decode.tiles import (
     StepTiles,
@@ -295,11 +295,10 @@ class FastDecode:
             return with_attention_in_two(tiles)
         if tiles.few_attention is not None and max(batch.context_lens) <= tiles.few_attention.few:
             return replace(tiles, attention=tiles.few_attention)
+        rings = self.rings and kv.k[0].shape[1] == KEYS
         if kv.scales[0][0] is not None:
-            return with_fp8_cache(tiles, self.config, batch.num_rows)
-        if tiles.ring_attention is not None and self.rings and kv.k[0].shape[1] == tiles.ring_attention.block_n:
-            return with_ring_attention(tiles)
-        return tiles
+            return with_fp8_cache(tiles, self.config, batch.num_rows, rings and self.config.head_dim == 128)
+        return with_ring_attention(tiles) if rings else tiles
 
     def _takes_rounded(self, step: StepTiles, attention: AttentionTile | SplitTile | RingAttention) -> bool:
         """Whether the products of these tiles, and the kernels between them, hand on activations in FP8."""

@@ -14,6 +14,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.weight import Weight
 
 MAX_ROWS = 64
+KEYS = 64  # of a step of attention: a block of the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class RingTile(AllRows):
 
 @dataclass(frozen=True, slots=True)
 class RingAttention:
-    """attention_ring.py: `ring` tiles of 64 tokens are on their way, `chunk` of them are weighed together; splits are chosen so
-    that about so many programs run."""
+    """attention_ring.py, attention_ring_fp8.py: `ring` tiles of KEYS tokens are on their way, `chunk` of them are weighed
+    together; splits are chosen so that about so many programs run."""
 
     chunk: int
     ring: int
@@ -60,11 +61,11 @@ class RingAttention:
 
     @property
     def block_n(self) -> int:
-        return 64
+        return KEYS
 
 
 def ring_attention_suits(config: ModelConfig) -> bool:
-    """Whether attention_ring.py is for the heads of a model."""
+    """Whether attention_ring.py is for the heads of a model; attention_ring_fp8.py is for those of 128 among them."""
     group, turned = config.num_heads // config.num_kv_heads, {config.rope_of(i).dim for i in range(config.num_layers)}
     plain = not config.sinks and not config.attn_gate and config.delta is None
     return plain and group <= 8 and config.head_dim in (64, 128, 256) and turned == {config.head_dim}
