@@ -148,3 +148,5 @@ def test_halves_of_a_sum_add_up_where_they_fit():
     assert [rows for rows in (256, 257, 512, 513, 576, 577) if long.halves(rows)] == [256, 513, 576]
     assert MatrixLinear(weight.float()).halves(100) is None and MatrixLinear(weight[:, :500]).halves(100) is None
     assert make_linear(Weight(weight)).halves(100) is None, "on a CPU"
+    part = MatrixLinear(weight, lambda y: y + 1)
+    assert part.halves(100) is not None and not part.fuses_add and torch.equal(part(x), linear(x) + 1)

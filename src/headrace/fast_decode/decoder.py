@@ -44,7 +44,9 @@ class FastDecoder(Decoder):
         ranks = self.fast.ranks
         if ranks is None or post is not None or following is None or not ranks.adds_up(len(x)):
             return super()._add(part, x, residual, post, following, reader)
-        return ranks.add_norm(part.product(x), residual, following, self.config.residual_scale)
+        halves = part.halves(len(x))
+        parts = part.product(x)[None] if halves is None else halves(x)
+        return ranks.add_norm(parts, residual, following, self.config.residual_scale)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         return super().workspace_bytes(max_num_seqs) + self.fast.num_bytes

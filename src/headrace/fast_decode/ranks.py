@@ -68,13 +68,13 @@ class RankParts:
         """Whether `add_norm` takes so many rows: also of steps that are none of the fused path's."""
         return self.push is not None and rows <= self.push.max_rows
 
-    def add_norm(self, part: Tensor, residual: Tensor, norm: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, parts: Tensor, residual: Tensor, norm: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """(RMSNorm(total), total = residual + scale * the sum of all ranks' parts), [rows, hidden] in the model's dtype; with
-        the bits of a sum, an addition and a norm one after the other."""
+        the bits of a sum, an addition and a norm one after the other. parts [slabs, rows, hidden]: their sum is this rank's."""
         assert self.push is not None
         total, normed = torch.empty_like(residual), torch.empty_like(residual)
         all_reduce_norm(
-            part[None], self.push, total, normed, norm, residual=residual, eps=self.eps, offset=self.norm_offset, scale=scale
+            parts, self.push, total, normed, norm, residual=residual, eps=self.eps, offset=self.norm_offset, scale=scale
         )  # fmt: skip
         return normed, total
 

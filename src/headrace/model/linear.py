@@ -51,11 +51,9 @@ class Linear:
 class MatrixLinear(Linear):
     """A product by cuBLAS, which can also add it to what is there: the sum is formed in float32 and rounded once."""
 
-    fuses_add = True
-
-    def __init__(self, weight: Tensor):
-        self.transposed = weight.t()
-        super().__init__(lambda x: torch.mm(x, self.transposed))
+    def __init__(self, weight: Tensor, reduce: Reduce | None = None):
+        self.transposed, self.fuses_add = weight.t(), reduce is None
+        super().__init__(lambda x: torch.mm(x, self.transposed), reduce)
         self.into = lambda out, x: torch.mm(x, self.transposed, out=out)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
@@ -85,8 +83,8 @@ def make_linear(weight: Weight, bias: Tensor | None = None, reduce: Reduce | Non
             return NarrowLinear(weight, bias, reduce)
         matrix, bias = dequantized(weight, torch.float32), None if bias is None else bias.float()
         return Linear(lambda x: F.linear(x.float(), matrix, bias).to(x.dtype), reduce)
-    if on_gpu(matrix) and bias is None and reduce is None:
-        return MatrixLinear(matrix)
+    if on_gpu(matrix) and bias is None:
+        return MatrixLinear(matrix, reduce)
     if (packed := packed_product(matrix, bias)) is not None:
         return Linear(packed, reduce)
     return Linear(lambda x: F.linear(x, matrix, bias), reduce)
