@@ -70,9 +70,31 @@ class ThreadGroup:
     def push_space(self, rows: int, width: int, dtype: torch.dtype) -> None:
         return None
 
+    def exchange(self, rows: int, width: int, dtype: torch.dtype) -> ThreadExchange | None:
+        return ThreadExchange(self, rows, width, dtype) if self.shard.size == 2 else None
+
     def share(self, tensor: Tensor) -> None:
         first, *_ = self._exchange("share", tensor)
         tensor.copy_(first)
+
+
+class ThreadExchange:
+    """An Exchange, in which a part goes over when somebody waits for it."""
+
+    def __init__(self, group: ThreadGroup, rows: int, width: int, dtype: torch.dtype):
+        self.group, self.rank, self.rows, self.width, self.dtype = group, group.shard.rank, rows, width, dtype
+        self.sent: list[Tensor] = []
+
+    def begin(self) -> Callable[[slice], Tensor]:
+        return lambda span: torch.full((2, span.stop - span.start, self.width), torch.nan, dtype=self.dtype)
+
+    def send(self, parts: Tensor) -> int:
+        self.sent.append(parts)
+        return len(self.sent) - 1
+
+    def wait(self, number: int) -> None:
+        parts = self.sent[number]
+        parts.copy_(torch.stack([of[rank] for rank, of in enumerate(self.group._exchange(f"parts {number}", parts))]))
 
 
 def run_ranks(size: int, run: Callable[[ThreadGroup], Any]) -> list[Any]:

@@ -38,7 +38,9 @@ OPTIONS = {
 def check_sums(rank: int, size: int, store: str) -> None:
     import torch.distributed as dist
 
+    from headrace.fast_decode.pieces import add_in_pieces
     from headrace.kernels.all_reduce import RowPlace, all_reduce, ordered_sum, row_sum, row_sum_tiles
+    from headrace.kernels.norm import add_rms_norm
     from headrace.model.shard import Shard
     from headrace.tensor_parallel.cards import PUSH_BYTES, CardGroup
 
@@ -116,6 +118,13 @@ def check_sums(rank: int, size: int, store: str) -> None:
         torch.cuda.synchronize()
         assert torch.equal(total, want)
         assert torch.equal(normed[:33], want[:33].to(torch.bfloat16))
+    exchange = group.exchange(3000, 4096, torch.bfloat16)
+    assert (exchange is None) == (size > 2)
+    for rows in (3000, 129, 2048) * 3 if exchange is not None else ():
+        part, residual = draw(rows, 4096), norm.expand(rows, -1).contiguous()
+        pieces = add_in_pieces(lambda out, of: out.copy_(of), part, residual.clone(), exchange, norm, 1e-6, 0.0, 1.0)
+        want = add_rms_norm(group.gather(part), residual, norm, 1e-6)
+        assert torch.equal(pieces.whole(), want[0]) and torch.equal(pieces.residual, want[1])
     shared = torch.full((3,), float(rank), device=device)
     group.share(shared)
     assert shared.tolist() == [0.0] * 3

@@ -22,6 +22,7 @@ from headrace.compile_ahead.played_ranks import PlayedGroup
 from headrace.compile_ahead.weights import META
 from headrace.fast_decode.decoder import FastDecoder
 from headrace.fast_decode.forward import FastDecode
+from headrace.fast_decode.pieces import least_rows
 from headrace.fast_decode.takes import most_rows, usual_kinds
 from headrace.fast_decode.tiles import load_tiles
 from headrace.kernels import tables
@@ -108,7 +109,10 @@ class Stage:
         if self.fast is None or self.group is None:
             self.decoder = Decoder(model, weights, self.attention, **options, group=self.group)
         else:  # the fused path's kernel also adds up what the others' layers give
-            self.decoder = FastDecoder(model, weights, self.attention, self.fast, **options, group=self.group)
+            most = limits.max_num_batched_tokens
+            self.decoder = FastDecoder(
+                model, weights, self.attention, self.fast, **options, group=self.group, most_rows=most
+            )  # fmt: skip
         self.decoder.adapters = self.adapters
         kinds = {layer.more["experts_gate_up"].kind for layer in weights.layers if "experts_gate_up" in layer.more}
         self.mxfp4_experts = "fp4" in kinds
@@ -160,6 +164,8 @@ class Stage:
                 counts += row_steps(*sizes, slots, whole=self.mxfp4_experts)
         if self.adapters is not None:
             counts += [1 << n for n in range(4, GROUP_BLOCK.bit_length())]
+        if self.group is not None:  # the first whose sums are on their way beside products
+            counts.append(least_rows())
         for tokens in dict.fromkeys(counts):
             if tokens <= most:
                 for adapted in self.kinds:

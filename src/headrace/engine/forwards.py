@@ -155,7 +155,8 @@ def make_decoder(
     )  # fmt: skip
     decode_rows = decode_rows if decode_rows > rows else 0
     return FastDecoder(
-        model, weights, attention, fast, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group, make=make
+        model, weights, attention, fast, max_model_len=limits.max_model_len, decode_rows=decode_rows, group=group, make=make,
+        most_rows=limits.max_num_batched_tokens,
     )  # fmt: skip
 
 

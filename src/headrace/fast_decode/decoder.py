@@ -9,14 +9,23 @@ from torch import Tensor
 from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.forward import FastDecode
+from headrace.fast_decode.pieces import (
+    HeadsProjection,
+    Pieces,
+    add_in_pieces,
+    exchange_of,
+    least_rows,
+    product_into,
+)
 from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder, MakeLinear
 from headrace.model.decoder_weights import DecoderWeights
-from headrace.model.linear import Linear, make_linear
-from headrace.model.mlp import Mlp
-from headrace.model.shard import Group
+from headrace.model.linear import Linear, MatrixLinear, make_linear
+from headrace.model.mixer import Mixer, SelfAttention
+from headrace.model.mlp import DenseMlp, Mlp
+from headrace.model.shard import Exchange, Group
 
 
 class FastDecoder(Decoder):
@@ -25,11 +34,20 @@ class FastDecoder(Decoder):
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, attention: AttentionBackend, fast: FastDecode, *,
         max_model_len: int | None = None, decode_rows: int = 0, group: Group | None = None, make: MakeLinear = make_linear,
+        most_rows: int = 0,
     ):  # fmt: skip
+        """As Decoder. Steps of up to `most_rows` rows of two ranks add up beside products."""
         super().__init__(
             config, weights, attention, max_model_len=max_model_len, decode_rows=decode_rows, make=make, group=group
         )  # fmt: skip
         self.fast = fast
+        self.exchange: Exchange | None = None
+        if group is None:
+            return
+        for mixer in [layer.mixer for layer in self.layers if type(layer.mixer) is SelfAttention]:
+            if type(mixer.qkv) is MatrixLinear:
+                mixer.qkv = HeadsProjection(mixer.qkv)
+        self.exchange = exchange_of(self.layers, group, most_rows, weights.embedding)
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         adapters = self.adapters if batch.adapted else None
@@ -39,14 +57,29 @@ class FastDecoder(Decoder):
             adapters.begin(batch, None, fused=runs_triton(batch.token_ids))
         return self.masked(self.fast.forward(batch, kv, self.hidden_state_hook, adapters))
 
-    def _add(self, part: Linear | Mlp, x: Tensor, residual: Tensor, post: Tensor | None, following: Tensor | None, reader: Any):
-        """As Decoder; where few rows of several ranks are added up, in the kernel that does so."""
-        ranks = self.fast.ranks
-        if ranks is None or post is not None or following is None or not ranks.adds_up(len(x)):
-            return super()._add(part, x, residual, post, following, reader)
-        halves = part.halves(len(x))
-        parts = part.product(x)[None] if halves is None else halves(x)
-        return ranks.add_norm(parts, residual, following, self.config.residual_scale)
+    def _add(
+        self, part: Linear | Mlp, x: Tensor | Pieces, residual: Tensor, post: Tensor | None, following: Tensor | None,
+        reader: Any,
+    ):  # fmt: skip
+        """As Decoder; where few rows of several ranks are added up, in the kernel that does so, and many in pieces."""
+        ranks, scale = self.fast.ranks, self.config.residual_scale
+        if ranks is not None and post is None and following is not None:
+            if ranks.adds_up(len(x)):
+                assert isinstance(x, Tensor)
+                halves = part.halves(len(x))
+                return ranks.add_norm(part.product(x)[None] if halves is None else halves(x), residual, following, scale)
+            if self.exchange is not None and least_rows() <= len(x) <= self.exchange.rows:
+                eps, offset = ranks.eps, ranks.norm_offset
+                pieces = add_in_pieces(product_into(part), x, residual, self.exchange, following, eps, offset, scale)
+                return pieces if self._takes_pieces(reader) else pieces.whole(), residual
+        assert isinstance(x, Tensor)
+        return super()._add(part, x, residual, post, following, reader)
+
+    def _takes_pieces(self, reader: Mixer | Mlp | None) -> bool:
+        """Attention does so unless a hook reads the whole residual before."""
+        if isinstance(reader, SelfAttention):
+            return isinstance(reader.qkv, HeadsProjection) and self.hidden_state_hook is None
+        return isinstance(reader, DenseMlp)
 
     def workspace_bytes(self, max_num_seqs: int) -> int:
         return super().workspace_bytes(max_num_seqs) + self.fast.num_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,10 +104,10 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, 
 
 def add_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0,
-    post: Tensor | None = None, *, tile: NormTile | None = None,
+    post: Tensor | None = None, *, tile: NormTile | None = None, into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `add_rms_norm`."""
-    out, total = torch.empty_like(residual), torch.empty_like(residual)
+    out, total = (torch.empty_like(residual) for _ in range(2)) if into is None else into
     if residual.shape[0]:
         _launch(x, residual, weight, out, total, eps, offset, scale, True, tile, post)
     return out, total
@@ -118,15 +119,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0, post: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, scale: float = 1.0,
+    post: Tensor | None = None, *, into: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """new_residual = residual + scale * x; returns (RMSNorm(new_residual), new_residual), both [T, H] in x's dtype.
 
     x [T, H], or [P, T, H], contiguous: parts of a sum. With a weight `post` [H] what is added is RMSNorm(x) by it, rounded to
-    x's dtype.
+    x's dtype. `into`: the two that get the result, of which the second may be `residual`.
     """
-    run = add_rms_norm_triton if on_gpu(x) else add_rms_norm_reference
-    return run(x, residual, weight, eps, offset, scale, post)
+    if on_gpu(x):
+        return add_rms_norm_triton(x, residual, weight, eps, offset, scale, post, into=into)
+    found = add_rms_norm_reference(x, residual, weight, eps, offset, scale, post)
+    return found if into is None else (into[0].copy_(found[0]), into[1].copy_(found[1]))
 
 
 @jit(do_not_specialize=["num_rows"])

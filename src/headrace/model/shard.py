@@ -17,6 +17,8 @@ from headrace.model.experts_config import ExpertsConfig
 from headrace.model.layer_sizes import PerLayer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import Tensor
 
@@ -86,6 +88,26 @@ class Shard:
 WHOLE = Shard()
 
 
+class Exchange(Protocol):
+    """Where two ranks bring each other their parts of large sums while they compute on. Both call the same, in the same order;
+    of two sums one after the other at least one is there as a whole before the next begins."""
+
+    rank: int
+    rows: int  # that a sum has at most
+
+    def begin(self) -> Callable[[slice], Tensor]:
+        """Of a new sum: span of rows -> both ranks' parts of these, [2, rows, width], where this one leaves its own."""
+        ...
+
+    def send(self, parts: Tensor) -> int:
+        """This rank's part of `parts`, that the current stream writes, is on its way: the number of this."""
+        ...
+
+    def wait(self, number: int) -> None:
+        """The current stream waits for the part of the other rank of this number."""
+        ...
+
+
 class Group(Protocol):
     """The ranks of one core. Every rank calls the same, in the same order, with tensors of the same shape and dtype."""
 
@@ -102,6 +124,10 @@ class Group(Protocol):
 
     def push_space(self, rows: int, width: int, dtype: torch.dtype) -> PushSpace | None:
         """Where kernels of all ranks meet for such rows, if the ranks are cards that see each other's memory."""
+        ...
+
+    def exchange(self, rows: int, width: int, dtype: torch.dtype) -> Exchange | None:
+        """Memory for sums of up to so many rows that are not captured, of two cards that see each other's. Not in a step."""
         ...
 
     def gather(self, part: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 However a sum travels it has the bits of the parts added in the order of ranks in float32 and rounded once:
 
     few rows     kernels/all_reduce.py
-    two ranks    NCCL's all-reduce: there is one addition, and a + b is b + a
+    two ranks    NCCL's all-reduce: there is one addition, and a + b is b + a; or, where a norm follows that adds up both
+                 parts, copies that run beside products (copied_parts.py)
     more ranks   each gets a part of everybody's columns (all-to-all), adds them up in order, and gives the sum to all: what a
                  ring moves, 2 (N - 1) / N of the message, but with an order of our own
 """
@@ -27,6 +28,7 @@ from headrace.kernels.all_reduce import PushSpace, all_reduce, ordered_sum, slot
 from headrace.kernels.sample_ranks import WORDS, max_rows
 from headrace.model.shard import Shard
 from headrace.tensor_parallel.card_memory import CardMemory
+from headrace.tensor_parallel.copied_parts import CopiedParts
 from headrace.tensor_parallel.groups import ProcessGroup, open_store
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class CardGroup(ProcessGroup):
             os.environ.setdefault(name, value)
         super().__init__(shard, device, store)
         self._spaces: list[PushSpace] = []
+        self._copied: list[CopiedParts] = []
         self._zeros = torch.empty(0, dtype=torch.uint8)  # for `release`, when it may be too late to ask for memory
         sees = all(torch.cuda.can_device_access_peer(device, other) for other in range(shard.size) if other != device.index)
         # the first collective, which also makes NCCL take its memory before ours is planned
@@ -71,6 +74,14 @@ class CardGroup(ProcessGroup):
 
     def push_space(self, rows: int, width: int, dtype: torch.dtype) -> PushSpace | None:
         return next((space for space in self._spaces if space.takes(rows, width, dtype)), None)
+
+    def exchange(self, rows: int, width: int, dtype: torch.dtype) -> CopiedParts | None:
+        if not self.sees_all or self.shard.size != 2:
+            return None
+        self._copied.append(CopiedParts(self.shard.rank, rows, width, dtype, self.device, self._addresses))
+        self._barrier()
+        logger.info("sums of up to %d rows go on beside products: %.1f MB", rows, self._copied[-1].nbytes / 1e6)
+        return self._copied[-1]
 
     def sum(self, part: Tensor) -> Tensor:
         if part.dim() == 2:
@@ -97,14 +108,21 @@ class CardGroup(ProcessGroup):
         rank, size = self.shard.rank, self.shard.size
         shape = slots_shape(size, rows, width)
         memory = CardMemory(math.prod(shape), wire(dtype), self.device)
-        handles = self.gather(torch.tensor(list(memory.handle), dtype=torch.uint8, device=self.device))
-        peers = torch.tensor(memory.addresses([bytes(handle) for handle in handles.tolist()]), device=self.device)
+        peers = torch.tensor(self._addresses(memory), device=self.device)
         turns = torch.zeros(rows, dtype=torch.int32, device=self.device)
         space = PushSpace(rank, size, memory.tensor.view(shape), peers, turns)
         space.clear()
-        torch.cuda.synchronize(self.device)
-        self.gather(turns[:1]).tolist()  # everybody's is clear
+        self._barrier()
         return space
+
+    def _addresses(self, memory: CardMemory) -> list[int]:
+        handles = self.gather(torch.tensor(list(memory.handle), dtype=torch.uint8, device=self.device))
+        return memory.addresses([bytes(handle) for handle in handles.tolist()])
+
+    def _barrier(self) -> None:
+        """Everybody's memory is as it was told to be."""
+        torch.cuda.synchronize(self.device)
+        self.gather(torch.zeros(1, device=self.device)).tolist()
 
     def abort(self) -> None:
         """See ProcessGroup; returns at once. NCCL lets go its own kernels first, and then waits until no captured graph has one
@@ -127,6 +145,8 @@ class CardGroup(ProcessGroup):
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             for space in self._spaces:
                 fill_by_copies(space.slots, self._zeros)
+            for copied in self._copied:
+                copied.release()
             stream.synchronize()
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.kernels.all_reduce import PushSpace
-from headrace.model.shard import Shard
+from headrace.model.shard import Exchange, Shard
 
 PIECE_BYTES = 16 << 20  # of each rank's part that is gathered at once for a sum
 MEETING_SECONDS = 60.0  # until all are there; each has said before that it is about to come
@@ -53,6 +53,9 @@ class ProcessGroup:
         pass
 
     def push_space(self, rows: int, width: int, dtype: torch.dtype) -> PushSpace | None:
+        return None
+
+    def exchange(self, rows: int, width: int, dtype: torch.dtype) -> Exchange | None:
         return None
 
     def share(self, tensor: Tensor) -> None:
