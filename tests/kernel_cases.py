@@ -198,11 +198,12 @@ def flat_cache(blocks: int, block: int, kv_heads: int, head_dim: int, dtype=torc
 
 def check_qkv(
     write: Callable, close: Callable, heads: int, kv_heads: int, head_dim: int, rot: int, norm: str, *,
-    rows: int, block: int, keep: bool, dtype: torch.dtype = torch.float32, device: str = "cpu", **values: bool,
+    rows: int, block: int, keep: bool, dtype: torch.dtype = torch.float32, device: str = "cpu", halves: bool = False,
+    **values: bool,
 ) -> None:  # fmt: skip
     """What `write` makes of random rows, writes to a cache of three blocks and keeps, against the reference in float32."""
     parts = heads + (2 - values.pop("keys_alone", False)) * kv_heads
-    qkv = torch.randn((rows, parts * head_dim), device=device).to(dtype)
+    qkv = torch.randn((*[2] * halves, rows, parts * head_dim), device=device).to(dtype)
     angle = torch.rand((100, rot // 2), device=device) * 6
     where = torch.randint(0, 100, (rows,), dtype=torch.int32, device=device), angle.cos(), angle.sin()
     slots = torch.randperm(3 * block, device=device)[:rows]

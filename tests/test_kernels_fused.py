@@ -93,6 +93,13 @@ def test_qkv(heads: int, kv_heads: int, head_dim: int, rot: int, norm: str, keep
     check_qkv(qkv_rope_write_triton, close, heads, kv_heads, head_dim, rot, norm, rows=6, block=16, keep=keep)
 
 
+@pytest.mark.parametrize("norm", ["none", "head", "full"])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("rot", [80, 32])
+def test_halves_of_a_projection(rot: int, norm: str, keep: bool) -> None:
+    check_qkv(qkv_rope_write_triton, close, 4, 2, 80, rot, norm, rows=6, block=16, keep=keep, halves=True)
+
+
 @pytest.mark.parametrize("keys_alone", [False, True])
 @pytest.mark.parametrize("rot", [80, 32])
 def test_normed_values(keys_alone: bool, rot: int) -> None:

@@ -21,6 +21,7 @@ from headrace.model.mlp import DenseMlp
 from headrace.model.shard import Exchange, Group
 
 PIECE_ROWS = 4096  # about so many
+MOST_COLUMNS = 3072  # of a projection to heads that is sooner there in halves
 
 
 def least_rows() -> int:
@@ -59,15 +60,18 @@ class Pieces:
 
 
 class HeadsProjection(MatrixLinear):
-    """A rank's projection to heads, also of Pieces."""
+    """A rank's projection to heads: of many rows also of Pieces, of few in halves [2, T, out], whose sum it is, where that
+    takes less time: what rotates the heads adds them up."""
 
     def __init__(self, whole: MatrixLinear):
         super().__init__(whole.transposed.t(), whole.reduce)
 
     def __call__(self, x: Tensor | Pieces) -> Tensor:
+        width = self.transposed.shape[1]
         if isinstance(x, Tensor):
-            return super().__call__(x)
-        out = x.residual.new_empty((len(x), self.transposed.shape[1]))
+            halves = self.halves(len(x)) if width <= MOST_COLUMNS else None
+            return super().__call__(x) if halves is None else halves(x)
+        out = x.residual.new_empty((len(x), width))
         for span, rows in x:
             torch.mm(rows, self.transposed, out=out[span])
         return out

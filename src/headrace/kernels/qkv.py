@@ -51,6 +51,7 @@ def qkv_rope_write_reference(
     eps: float, norm_offset: float, normed_values: bool = False,
 ) -> Rotated:  # fmt: skip
     """See `qkv_rope_write`."""
+    qkv = qkv if qkv.dim() == 2 else qkv.float().sum(0).to(qkv.dtype)
     if positions is not None:
         cos, sin = rotation_rows(cos, sin, positions)
     rows, num_qk = qkv.shape[0], num_heads + num_kv_heads
@@ -76,12 +77,18 @@ def qkv_rope_write_reference(
 
 
 @jit
+def _sum(a, b):
+    return (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
+
+
+@jit(do_not_specialize=["half_stride"])
 def _qkv_rope_write(
     q_ptr, k_ptr, v_ptr, positions_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr,
     k_cache_ptr, v_cache_ptr, k_scales_ptr, v_scales_ptr, eps, offset, q_stride, k_stride, v_stride, token_stride,
+    half_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr, PACK: tl.constexpr, NORM: tl.constexpr, V_NORM: tl.constexpr, KEEP: tl.constexpr,
-    BLOCK: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, FP8: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program takes PACK heads of one row, all queries, all keys or all values; a row's programs are neighbours.
 
@@ -126,6 +133,17 @@ def _qkv_rope_write(
     tail = low
     if REST > 0:
         tail = tl.load(src + tail_at, mask=rest, other=0.0)
+    if HALVES:  # of a sum, rounded as by a product
+        more = src + half_stride // 16 * 16  # so that the compiler knows that they lie as the first ones do
+        low = _sum(low, tl.load(more + low_at, mask=half, other=0.0))
+        high = _sum(high, tl.load(more + HALF + low_at, mask=half, other=0.0))
+        if REST > 0:
+            tail = _sum(tail, tl.load(more + tail_at, mask=rest, other=0.0))
+        if is_v & KEEP:
+            tl.store(src + low_at, low, mask=half)
+            tl.store(src + HALF + low_at, high, mask=half)
+            if REST > 0:
+                tl.store(src + tail_at, tail, mask=rest)
     there = head < heads
     scale_at = (slot // BLOCK * KV_HEADS + head) * BLOCK + slot % BLOCK
     if is_v:
@@ -200,6 +218,10 @@ def qkv_rope_write_triton(
 ) -> Rotated:  # fmt: skip
     """See `qkv_rope_write`."""
     assert not (keep and normed_values), "kept values are those of the projection"
+    if qkv.dim() == 3 and ((q_norm is not None and q_norm.numel() != head_dim) or qkv.stride(0) % 16):
+        qkv = qkv.sum(0)
+    halves = qkv.dim() == 3
+    half_stride, qkv = (qkv.stride(0), qkv[0]) if halves else (0, qkv)
     rows, q_size, kv_size = qkv.shape[0], num_heads * head_dim, num_kv_heads * head_dim
     q, k, v = qkv[:, :q_size], qkv[:, q_size : q_size + kv_size], qkv[:, qkv.shape[1] - kv_size :]
     weights = None if q_norm is None or k_norm is None else (q_norm, k_norm)
@@ -219,10 +241,11 @@ def qkv_rope_write_triton(
     _launcher(
         rows * groups,
         (q, k, v, positions, cos, sin, slot_mapping, *(weights or (cos, cos)), k_cache, v_cache, *scales),
-        (eps, norm_offset, q.stride(0), k.stride(0), v.stride(0), k_cache.stride(1)),
+        (eps, norm_offset, q.stride(0), k.stride(0), v.stride(0), k_cache.stride(1)), (half_stride,),
         num_warps=tile.num_warps, HEADS=num_heads, KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, HALF=half,
         HALF_PAD=next_power_of_2(half), REST_PAD=next_power_of_2(max(1, head_dim - 2 * half)), PACK=tile.heads,
         NORM=weights is not None, V_NORM=normed_values, KEEP=keep, BLOCK=k_cache.shape[1], FP8=k_scales is not None,
+        HALVES=halves,
     )  # fmt: skip
     return rotated
 
@@ -234,10 +257,10 @@ def qkv_rope_write(
 ) -> Rotated:  # fmt: skip
     """Split, norm, rotate; write keys and values to the cache.
 
-    qkv [T, (num_heads + 2 num_kv_heads) * head_dim]; positions [T] int32 index the rows of cos, sin [P, rot/2] float32.
-    Without key-value heads queries are all there is, and nothing is written. `normed_values`: each head of the values is
-    normed, too, without a weight; where qkv has none, [T, (num_heads + num_kv_heads) * head_dim], they are made of the keys
-    as these come.
+    qkv [T, (num_heads + 2 num_kv_heads) * head_dim], or [2, T, the same], whose sum it is; positions [T] int32 index the rows
+    of cos, sin [P, rot/2] float32. Without key-value heads queries are all there is, and nothing is written. `normed_values`:
+    each head of the values is normed, too, without a weight; where qkv has none, [T, (num_heads + num_kv_heads) * head_dim],
+    they are made of the keys as these come.
     On the CPU positions may be None: cos and sin are then what `rotation_rows` made of them, once for all layers.
     q_norm, k_norm: RMSNorm weights, [head_dim] (per head) or [num_heads * head_dim], [num_kv_heads * head_dim] (whole
     projection), or None. Only the first rot dimensions of a head are rotated (halves paired). slot_mapping [T] int64:
