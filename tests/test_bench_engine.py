@@ -114,14 +114,14 @@ def test_startup_is_that_of_a_fresh_process(shape, tmp_path, capsys):
 
 def test_latency_of_a_model(tmp_path, quick, capsys):
     model = str(write_tiny("llama", tmp_path / "tiny", max_position_embeddings=1024))
-    sizes = ["--batch", "1", "2", "--input-len", "8", "--output-len", "4", "--temperature", "0", "--repeat", "3", "--max-num-seqs", "4",
+    sizes = ["--batch", "1", "2", "--input-len", "8", "--output-len", "64", "--temperature", "0", "--repeat", "3", "--max-num-seqs", "4",
              "--enforce-eager"]  # fmt: skip
     found = bench("latency", "--model", model, *sizes, "--dtype", "float32", "--max-model-len", "640", out=tmp_path / "out.json")
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("batch")]
     assert [r["workload"] for r in found["results"]] == ["batch 1", "batch 2"] == [line[:7] for line in lines]
     for r in found["results"]:
         assert r["unit"] == "ms" and r["value"] > 0 and r["percent_of_limit"] == pytest.approx(100 * r["limit"] / r["value"])
-        assert (r["input_len"], r["output_len"], r["temperature"]) == (8, 4, 0)
+        assert (r["input_len"], r["output_len"], r["temperature"]) == (8, 64, 0)
     assert found["machine"] and found["model"] == model and found["torch"]
 
 
