@@ -164,12 +164,13 @@ class Stage:
                 counts += row_steps(*sizes, slots, whole=self.mxfp4_experts)
         if self.adapters is not None:
             counts += [1 << n for n in range(4, GROUP_BLOCK.bit_length())]
-        if self.group is not None:  # the first whose sums are on their way beside products
-            counts.append(least_rows())
         for tokens in dict.fromkeys(counts):
             if tokens <= most:
                 for adapted in self.kinds:
                     self.forward([tokens], [tokens], adapted=adapted)
+        several = -(-least_rows() // most)  # prompts of a step whose sums are on their way beside products
+        if self.group is not None and several <= self.limits.max_num_seqs:
+            self.forward([-(-least_rows() // several)] * several, [most] * several)
         few = max_tokens(group)
         chunks = [2**n for n in range(1, few.bit_length())]  # behind a long context they are split
         self.forward([1, *chunks, few + 1], [SPLIT_CONTEXT, *(SPLIT_CONTEXT for _ in chunks), SPLIT_CONTEXT])
