@@ -169,10 +169,16 @@ def prepare_threads() -> None:
         os.environ["OMP_NUM_THREADS"] = str(usable_cores())
 
 
+def python_of_child(*words: object) -> list[str]:
+    """A command of this Python that takes no modules from the current directory (-P): a model's may lie there."""
+    return [sys.executable, "-P", *map(str, words)]
+
+
 def environment_of_child() -> dict[str, str]:
-    """For a Python process that is to find the modules of this one, whoever has changed sys.path since it started."""
+    """For a Python process that is to find the modules of this one, whoever has changed sys.path or PYTHONPATH meanwhile."""
     path = [os.path.abspath(p) for p in sys.path if not p or os.path.exists(p)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*path, *filter(None, added)]))}
 
 
 def environment_with_ray_token() -> dict[str, str]:

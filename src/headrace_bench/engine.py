@@ -22,6 +22,7 @@ from typing import Any
 
 from headrace.cli.options import add_engine_arguments, engine_options
 from headrace.cli.parser import text
+from headrace.config import environment_of_child, python_of_child
 from headrace.errors import ParameterError
 from headrace.files import read_text
 from headrace.prewarm import prewarm
@@ -214,7 +215,8 @@ def startup(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]
     times = []
     for _ in range(max(1, args.repeat)):
         began = time.perf_counter()
-        process = subprocess.Popen([sys.executable, "-c", code, json.dumps(options)], stdout=subprocess.PIPE, text=True)
+        command = python_of_child("-c", code, json.dumps(options))
+        process = subprocess.Popen(command, env=environment_of_child(), stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         line = process.stdout.readline()
         times.append(time.perf_counter() - began)

@@ -17,7 +17,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from headrace.api.glass_hub import GlassHub
 from headrace.api.limits import Limits
 from headrace.api_processes.desk import Desk
 from headrace.api_processes.wire import Alive, Cut, Fatal, FromChild, Start, Stop, Up
+from headrace.config import environment_of_child, python_of_child
 from headrace.distributed.pipe import Pipe, bounded, last_words
 from headrace.distributed.remote_wire import EngineState
 from headrace.engine.client import EngineClient
@@ -202,9 +202,9 @@ class ApiProcesses:
         try:
             home = bind_pair(towards, back)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "headrace.api_processes.process", f"ipc://{home}/in", f"ipc://{home}/out",
-                str(os.getpid()), str(listener.fileno()), f"http {index}", self._start.log_level, self._log_format,
-                stdin=asyncio.subprocess.DEVNULL, pass_fds=(listener.fileno(),),
+                *python_of_child("-m", "headrace.api_processes.process", f"ipc://{home}/in", f"ipc://{home}/out", os.getpid()),
+                str(listener.fileno()), f"http {index}", self._start.log_level, self._log_format,
+                env=environment_of_child(), stdin=asyncio.subprocess.DEVNULL, pass_fds=(listener.fileno(),),
                 start_new_session=True,  # the terminal's Ctrl-C is for the parent: it drains first
             )  # fmt: skip
         except BaseException:

@@ -20,7 +20,7 @@ from headrace.cli.parser import text
 from headrace.cli.pull import NAMES, pull
 from headrace.cli.serve_options import ServeOptions
 from headrace.cli.sources import add_config_file
-from headrace.config import EngineConfig, environment_of_child, hub_offline
+from headrace.config import EngineConfig, environment_of_child, hub_offline, python_of_child
 from headrace.errors import CheckpointError, HeadraceError
 from headrace.model.hub import is_cached
 from headrace.options import options_of
@@ -76,7 +76,7 @@ def fetched(args: argparse.Namespace) -> str:
 @contextlib.contextmanager
 def serving(args: argparse.Namespace) -> Iterator[str]:
     """A server of what the options say, with its model loaded; its address. Nothing of it is left behind."""
-    command = [sys.executable, "-c", SERVER, str(os.getpid()), "serve", *words_of(args), "--log-format", "json"]
+    command = python_of_child("-c", SERVER, os.getpid(), "serve", *words_of(args), "--log-format", "json")
     server = Server(
         subprocess.Popen(
             command, env=environment_of_child(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True

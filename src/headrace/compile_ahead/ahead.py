@@ -20,7 +20,7 @@ import msgspec
 
 from headrace.compile_ahead.cards import Card
 from headrace.compile_ahead.process import News, Work
-from headrace.config import EngineConfig, cache_dir, environment_of_child
+from headrace.config import EngineConfig, cache_dir, environment_of_child, python_of_child
 from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.scheduler.config import Limits
 
@@ -50,7 +50,7 @@ class Compilation:
     @staticmethod
     def _begin(work: Work) -> subprocess.Popen[bytes] | None:
         environment = {k: v for k, v in environment_of_child().items() if k != "TRITON_INTERPRET"}
-        command = [sys.executable, "-m", "headrace.compile_ahead.process", str(os.getpid())]
+        command = python_of_child("-m", "headrace.compile_ahead.process", os.getpid())
         try:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
             assert process.stdin is not None

@@ -10,6 +10,7 @@ import sys
 
 import msgspec
 
+from headrace.config import environment_of_child, python_of_child
 from headrace.distributed.process import Door
 from headrace.errors import HeadraceError
 from headrace.machine import available_memory
@@ -33,8 +34,9 @@ class CoreHost:
     async def start(self, front_key: str, builder: str, log_level: str, log_format: str, traced: bool) -> tuple[int, Door]:
         """Start a process that lets in the owner of this key alone; its number here, and its door."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "headrace.distributed.process", self._address, str(os.getpid()), builder, log_level,
-            log_format, str(int(traced)), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+            *python_of_child("-m", "headrace.distributed.process", self._address, os.getpid(), builder, log_level, log_format),
+            str(int(traced)), env=environment_of_child(), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
         )  # fmt: skip
         for ended in [n for n, p in self._processes.items() if p.returncode is not None][:-REMEMBERED]:
             del self._processes[ended]

@@ -6,12 +6,11 @@ import logging
 import re
 import socket
 import subprocess
-import sys
 from typing import Any
 
 import ray
 
-from headrace.config import environment_with_ray_token
+from headrace.config import environment_with_ray_token, python_of_child
 from headrace.errors import HeadraceError, ParameterError
 
 NAMESPACE = "headrace"
@@ -69,7 +68,7 @@ def _check_health(address: str) -> None:
 
 def _health(address: str, environment: dict[str, str] | None = None) -> str | None:
     """What was said where the cluster is not to be had; None: it is."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
+    command = python_of_child("-m", "ray.scripts.scripts", "health-check", "--address", address)
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HEALTH_SECONDS, check=False)
     except subprocess.TimeoutExpired:

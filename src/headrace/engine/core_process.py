@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import socket
-import sys
 from pathlib import Path
 from signal import SIGKILL
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import zmq
 import zmq.asyncio
 
+from headrace.config import environment_of_child, python_of_child
 from headrace.engine.core_link import CoreLink
 from headrace.engine.news_pipe import Outbox, PipeOutbox
 from headrace.engine.socket_pair import addresses, bind_pair
@@ -50,9 +50,9 @@ class CoreProcess(CoreLink):
             inbox.linger = 0
             home = bind_pair(inbox)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "headrace.engine.process", addresses(home)[0], str(theirs.fileno()), str(os.getpid()),
+                *python_of_child("-m", "headrace.engine.process", addresses(home)[0], theirs.fileno(), os.getpid()),
                 builder, log_level, log_format, str(int(traced)), str(int(standby)), device,
-                stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
+                env=environment_of_child(), stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
                 start_new_session=True,  # the terminal's Ctrl-C is for the parent: it drains first
             )  # fmt: skip
         except BaseException:

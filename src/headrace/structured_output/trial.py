@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import msgspec
 
+from headrace.config import environment_of_child, python_of_child
 from headrace.errors import ParameterError
 from headrace.sampling.structured_outputs import StructuredOutputsParams
 from headrace.structured_output.reasons import reason_of, refused
@@ -48,8 +49,10 @@ class Trial:
             raise refused(spec, reply)
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "headrace.structured_output.trial"]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self._child = subprocess.Popen(
+            python_of_child("-m", "headrace.structured_output.trial"), env=environment_of_child(), stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
         if self._ask(list(self._spec), START_SECONDS) is None:
             self.close()
             raise RuntimeError("the process that tries grammars did not start")

@@ -14,7 +14,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.config import EngineConfig, environment_of_child
+from headrace.config import EngineConfig, environment_of_child, python_of_child
 from headrace.errors import CapacityError, EngineDeadError, HeadraceError
 from headrace.logs import settings
 from headrace.model.shard import Shard
@@ -304,8 +303,8 @@ def _spawn(rank: int, size: int, ring: int, mouth: int, builder: str) -> subproc
     """A process of the same Python and modules, away from the terminal: its Ctrl-C is for rank 0."""
     part, level, form = settings()
     arguments = (rank, size, os.getpid(), ring, mouth, builder, f"{part} rank {rank}".lstrip(), level, form)
-    return subprocess.Popen(  # -P: modules are not looked for in the current directory first
-        [sys.executable, "-P", "-m", "headrace.tensor_parallel.process", *map(str, arguments)],
+    return subprocess.Popen(
+        python_of_child("-m", "headrace.tensor_parallel.process", *arguments),
         env=environment_of_child(), pass_fds=(ring, mouth), stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
