@@ -4,7 +4,7 @@ However a sum travels it has the bits of the parts added in the order of ranks i
 
     few rows     kernels/all_reduce.py
     two ranks    NCCL's all-reduce: there is one addition, and a + b is b + a; or, where a norm follows that adds up both
-                 parts, copies that run beside products (copied_parts.py)
+                 parts and rounds when the residual has joined, copies that run beside products (copied_parts.py)
     more ranks   each gets a part of everybody's columns (all-to-all), adds them up in order, and gives the sum to all: what a
                  ring moves, 2 (N - 1) / N of the message, but with an order of our own
 """

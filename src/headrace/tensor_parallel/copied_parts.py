@@ -1,9 +1,12 @@
 """Parts of large sums of two cards, brought to the other card by the copy engines while multiprocessors go on multiplying.
 
 A card's product leaves its part beside the place of the other's. When it is done, a copy on a stream of its own brings it into
-that place on the other card, and behind it goes the copy's number: what a stream waits for before it adds up both. Two halves
-of the memory are used in turn, one for each sum. That is enough: a card begins to send the next sum but one when it has all
-of the other's next sum, or its first piece, if the sum before was taken whole; and the other sent that when it had read this.
+that place on the other card, and behind it goes the copy's number: what a stream waits for before it adds up both.
+
+Two halves of the memory are used in turn, one for each sum. That is enough where of two sums one after the other one is taken
+as a whole before the next is begun. If it is the second, a card has all of the other's second sum when it sends a part of the
+third, and the last part of that was sent when all of the first had been read. If it is the first, a card has a part of the
+other's second sum, which was begun when all of the first had been read.
 """
 
 from __future__ import annotations
