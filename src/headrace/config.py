@@ -174,6 +174,11 @@ def python_of_child(*words: object) -> list[str]:
     return [sys.executable, "-P", *map(str, words)]
 
 
+def spare_current_directory() -> None:
+    """Likewise in the processes that multiprocessing starts from now on."""
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+
 def environment_of_child() -> dict[str, str]:
     """For a Python process that is to find the modules of this one, whoever has changed sys.path or PYTHONPATH meanwhile."""
     path = [os.path.abspath(p) for p in sys.path if not p or os.path.exists(p)]

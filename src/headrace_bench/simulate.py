@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
+from headrace.config import spare_current_directory
 from headrace.errors import ParameterError
 from headrace.machine import usable_cores
 from headrace_bench.load import Load, Run
@@ -69,6 +70,7 @@ class Workers:
         if len(tasks) == 1 or self._jobs == 1:
             return [simulate(*task) for task in tasks]
         if self._pool is None:
+            spare_current_directory()
             self._pool = ProcessPoolExecutor(self._jobs, get_context("spawn"))
         return list(self._pool.map(simulate, *zip(*tasks, strict=True)))
 
