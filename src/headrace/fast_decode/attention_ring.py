@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.fast_decode.attention_reference import HeadShape
-from headrace.fast_decode.ring_gemm import grid_dependency
+from headrace.fast_decode.ring_gemm import await_parts, grid_dependency, say_done
 from headrace.fast_decode.ring_tile import KEYS, RingAttention
 from headrace.kernels.activation import soft_cap
 from headrace.kernels.launch import pdl
@@ -75,7 +75,7 @@ def leave(
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr, MERGE: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
     """o [DIM, ROWS] of a part of a sequence, and the logarithms of its weights' sums, to where `out` points, if it is the only
-    one of `used`; else the last one to come adds up all, in their order."""
+    one of `used`; else the last of them, which has the new token, waits for the others and adds theirs to its own."""
     GROUP: gl.constexpr = HEADS // KV_HEADS
     flat: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
     o = gl.convert_layout(o, flat)
@@ -89,38 +89,38 @@ def leave(
     else:
         base = (b * KV_HEADS + head) * num_splits
         slab = partials_ptr + base.to(gl.int64) * (GROUP * DIM) + at
-        gl.store(slab + split * (GROUP * DIM), o, mask=ok)
-        gl.store(lse_ptr + (base + split) * GROUP + g, gl.convert_layout(lse, gl.SliceLayout(0, flat)), mask=g < GROUP)
+        top = gl.convert_layout(lse, gl.SliceLayout(0, flat))
+        lses = lse_ptr + base * GROUP + g
         ticket = tickets_ptr + b * KV_HEADS + head
-        gl.thread_barrier()  # all threads' stores before the one thread's release
-        if gl.atomic_add(ticket, 1, sem="acq_rel") == used - 1:
-            gl.store(ticket, 0)
-            lses = lse_ptr + base * GROUP + g
-            top = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(0, flat))
-            weight_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, flat))
-            o = gl.full([DIM, ROWS], 0.0, gl.float32, flat)
-            for s0 in range(0, used, MERGE):
+        if split < used - 1:
+            gl.store(slab + split * (GROUP * DIM), o, mask=ok)
+            gl.store(lses + split * GROUP, top, mask=g < GROUP)
+            say_done(ticket)
+        else:
+            await_parts(ticket, used - 1)
+            weight_sum = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, flat))
+            for s0 in range(0, used - 1, MERGE):
                 xs = ()
                 ws = ()
                 new = top
                 for j in gl.static_range(MERGE):
-                    there = s0 + j < used
+                    there = s0 + j < used - 1
                     w = gl.load(lses + (s0 + j) * GROUP, mask=(g < GROUP) & there, other=-float("inf"), cache_modifier=".cg")
                     ws = ws + (w,)
                     x = gl.load(slab + (s0 + j) * (GROUP * DIM), mask=ok & there, other=0.0, cache_modifier=".cg")
                     xs = xs + (x,)
                     new = gl.maximum(new, w)
-                safe = gl.where(new == -float("inf"), 0.0, new)
-                shrink = gl.exp2(top - safe)
+                shrink = gl.exp2(top - new)
                 weight_sum = weight_sum * shrink
                 o = o * shrink[None, :]
                 for j in gl.static_range(MERGE):
-                    w = gl.exp2(ws[j] - safe)
+                    w = gl.exp2(ws[j] - new)
                     weight_sum += w
                     o += xs[j] * w[None, :]
                 top = new
-            o = o / gl.where(weight_sum == 0.0, 1.0, weight_sum)[None, :]
-            put(out + at, o, ok, sizes, g < GROUP, second, 0, PAIR)
+            put(out + at, o / weight_sum[None, :], ok, sizes, g < GROUP, second, 0, PAIR)
+            gl.thread_barrier()  # all threads have looked
+            gl.store(ticket, 0)
 
 
 @gluon.jit(do_not_specialize=["num_splits", "window", "sizes_stride", "second"])

@@ -26,6 +26,8 @@ from headrace.fast_decode.ring_tile import RingTile, row_block
 from headrace.kernels.activation import activate, soft_cap
 from headrace.model.weight import Weight
 
+WAITS_FROM = 64  # rows of a tile: its last split waits for the others and keeps its own sums; of fewer the one that comes last
+
 
 @gluon.jit
 def grid_dependency(what: gl.constexpr, WARPS: gl.constexpr = 4):
@@ -82,21 +84,58 @@ def sum_parts(y, slab, ticket, SIZE: gl.constexpr, SPLITS: gl.constexpr):
     return y
 
 
+@gluon.jit
+def say_done(ticket):
+    """What this program has stored is there for the one that waits for it."""
+    gl.thread_barrier()  # all threads' stores before the one thread's release
+    gl.atomic_add(ticket, 1, sem="release")
+
+
+@gluon.jit
+def await_parts(ticket, number, WARPS: gl.constexpr = 4):
+    """Until so many programs have said so: those before this one, which begin before it. Each thread looks for itself."""
+    thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    gl.inline_asm_elementwise(
+        "{ .reg .pred more; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 more, $0, $2; @more bra again; }",
+        "=r,l,r", [(ticket + thread * 0).to(gl.int64), number + thread * 0], gl.int32, False, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def join_parts(y, slab, split, ticket, SIZE: gl.constexpr, SPLITS: gl.constexpr, WARPS: gl.constexpr):
+    """The same sum for the tile's last split, which waits for the others'; whether this is it."""
+    last = split == SPLITS - 1
+    if SPLITS > 1:
+        if last:
+            await_parts(ticket, SPLITS - 1, WARPS)
+            total = gl.load(slab, cache_modifier=".cg")
+            for s in gl.static_range(1, SPLITS - 1):
+                total += gl.load(slab + s * SIZE, cache_modifier=".cg")
+            y = total + y
+            gl.thread_barrier()  # all threads have looked
+            gl.store(ticket, 0)
+        else:
+            gl.store(slab + split * SIZE, y)
+            say_done(ticket)
+    return y, last
+
+
 @gluon.jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])  # or multiples of 16 would be variants
 def _ring_kernel(
     x_tiles, w_tiles, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
     M, N, K, k_split, sumsq_tiles, sumsq_out_tiles, eps, scale, softcap, norm_offset,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    BEHIND: gl.constexpr, MODE: gl.constexpr, SUMSQ_BLOCK: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, PDL: gl.constexpr,
+    BEHIND: gl.constexpr, WAITS: gl.constexpr, MODE: gl.constexpr, SUMSQ_BLOCK: gl.constexpr, ACTIVATION: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = 2 if MODE == "glu" else 1
     BYTES: gl.constexpr = 2 * BLOCK_K * (PARTS * BLOCK_N + BLOCK_M)  # of a step; rows past the last come as zeros
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    flat: gl.constexpr = gl.BlockedLayout([4, 1], [BLOCK_N // 4, 128 // BLOCK_N], [1, 4], [0, 1])
-    squares: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    WARPS: gl.constexpr = BLOCK_N // 16  # four for 64 columns
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    flat: gl.constexpr = gl.BlockedLayout([4, 1], [BLOCK_N // 4, 128 // BLOCK_N], [1, WARPS], [0, 1])
+    squares: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     if PDL:
-        grid_dependency("launch_dependents")
+        grid_dependency("launch_dependents", WARPS)
     tile = gl.program_id(0)
     split = gl.program_id(1)
     n0 = tile * BLOCK_N
@@ -120,7 +159,7 @@ def _ring_kernel(
     place = rm[None, :] * N + rn[:, None]
     ok = (rm < M)[None, :] & (rn < N)[:, None]
     if PDL:
-        grid_dependency("wait")
+        grid_dependency("wait", WARPS)
     for i in range(0, gl.minimum(steps, STAGES)):
         tma.async_copy_global_to_shared(x_tiles, [0, k_start + i * BLOCK_K], full.index(i), x_ring.index(i))
     # what the epilogue reads is asked for now: behind the sums its latency would show
@@ -172,8 +211,13 @@ def _ring_kernel(
     else:
         SIZE: gl.constexpr = BLOCK_N * BLOCK_M
         slab = partials_ptr + tile * (SPLITS * SIZE) + rm[None, :] * BLOCK_N + (rn - n0)[:, None]
-        if leave_part(y, slab, split, tickets_ptr + tile, SIZE, SPLITS):
-            y = sum_parts(y, slab, tickets_ptr + tile, SIZE, SPLITS)
+        if WAITS:
+            y, last = join_parts(y, slab, split, tickets_ptr + tile, SIZE, SPLITS, WARPS)
+        else:
+            last = leave_part(y, slab, split, tickets_ptr + tile, SIZE, SPLITS)
+        if last:
+            if not WAITS:
+                y = sum_parts(y, slab, tickets_ptr + tile, SIZE, SPLITS)
             r = before + scale * (y + bias[:, None])
             gl.store(residual_ptr + place, r, mask=ok)
             gl.store(out_ptr + place, (r * norm[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
@@ -191,6 +235,6 @@ def plan(tile: RingTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor 
     own = {
         "x_tiles": tiles(x, block_m), "w_tiles": tiles(weight.data, tile.block_n), "BLOCK_M": block_m,
         "BLOCK_K": tile.block_k, "k_split": split_width(width, tile.splits, tile.block_k), "STAGES": tile.stages,
-        "BEHIND": int(tile.behind and tile.stages > 1), "SUMSQ_BLOCK": sumsq_block(sumsq, 64),
+        "BEHIND": int(tile.behind and tile.stages > 1), "WAITS": block_m >= WAITS_FROM, "SUMSQ_BLOCK": sumsq_block(sumsq, 64),
     }  # fmt: skip
     return Plan(_ring_kernel, (-(-columns // tile.block_n), tile.splits), own)

@@ -31,7 +31,8 @@ class RingTile(AllRows):
 
     @property
     def num_warps(self) -> int:
-        return 4
+        """Four for each 64 columns, the tensor cores' left operand: with fewer, sums of 128 columns leave no registers."""
+        return self.block_n // 16
 
     @property
     def num_stages(self) -> int:
