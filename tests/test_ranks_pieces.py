@@ -41,7 +41,8 @@ def of_rank(weights: DecoderWeights, rank: int) -> DecoderWeights:
     def layer(whole: LayerWeights) -> LayerWeights:
         q, kv = whole.qkv.data.split((CONFIG.q_size, 2 * CONFIG.kv_size))
         return replace(
-            whole, qkv=Weight(torch.cat((half(q, rank), half(kv, rank, parts=2)))), o=Weight(half(whole.o.data, rank, 1)),
+            whole, o_bias=None if rank else whole.o_bias, qkv=Weight(torch.cat((half(q, rank), half(kv, rank, parts=2)))),
+            o=Weight(half(whole.o.data, rank, 1)),
             gate_up=Weight(half(whole.gate_up.data, rank, parts=2)), down=Weight(half(whole.down.data, rank, 1)),
         )  # fmt: skip
 
@@ -58,11 +59,14 @@ def prompt(rows: int) -> ForwardBatch:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("rows", [300, 192, 191])
-def test_the_logits_are_those_of_one_rank(rows: int, hooked: bool, monkeypatch) -> None:
+@pytest.mark.parametrize("rows, hooked, biased", [
+    (300, False, False), (300, True, False), (192, False, False), (191, False, False), (300, False, True),
+])  # fmt: skip
+def test_the_logits_are_those_of_one_rank(rows: int, hooked: bool, biased: bool, monkeypatch) -> None:
+    """A bias of o, which one rank has, leaves both without pieces."""
     monkeypatch.setattr(pieces, "PIECE_ROWS", 128)
-    weights, batch = random_weights(CONFIG), prompt(rows)
+    of_one = replace(CONFIG, o_bias=biased)
+    weights, batch = random_weights(of_one), prompt(rows)
 
     def run(decoder: Decoder, config) -> tuple[Tensor, list[Tensor]]:
         seen: list[Tensor] = []
@@ -72,16 +76,19 @@ def test_the_logits_are_those_of_one_rank(rows: int, hooked: bool, monkeypatch) 
         return logits if decoder.vocab is None else decoder.vocab.whole(logits), seen
 
     def of(group: ThreadGroup) -> tuple[Tensor, list[Tensor]]:
-        config, own = group.shard.config(CONFIG), of_rank(weights, group.shard.rank)
+        config, own = group.shard.config(of_one), of_rank(weights, group.shard.rank)
         fast = FastDecode(config, own, 3, CPU, max_model_len=512, group=group)
         decoder = FastDecoder(config, own, TorchAttention(), fast, max_model_len=512, group=group, make=make, most_rows=512)
         assert isinstance(decoder.layers[0].mixer.qkv, HeadsProjection)  # type: ignore[attr-defined]
         found = run(decoder, config)
         exchange = decoder.exchange
+        if biased:
+            assert exchange is None
+            return found
         assert isinstance(exchange, ThreadExchange) and (rows < 192 or len(exchange.sent) >= 4 * config.num_layers - 2)
         return found
 
-    want, wanted = run(Decoder(CONFIG, weights, TorchAttention(), max_model_len=512), CONFIG)
+    want, wanted = run(Decoder(of_one, weights, TorchAttention(), max_model_len=512), of_one)
     (first, seen), (second, others) = run_ranks(2, of)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, want, rtol=1e-5, atol=1e-5)

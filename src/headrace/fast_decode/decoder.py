@@ -47,7 +47,7 @@ class FastDecoder(Decoder):
         for mixer in [layer.mixer for layer in self.layers if type(layer.mixer) is SelfAttention]:
             if type(mixer.qkv) is MatrixLinear:
                 mixer.qkv = HeadsProjection(mixer.qkv)
-        self.exchange = exchange_of(self.layers, group, most_rows, weights.embedding)
+        self.exchange = exchange_of(config, self.layers, group, most_rows, self.dtype)
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         adapters = self.adapters if batch.adapted else None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.norm import add_rms_norm
+from headrace.model.config import ModelConfig
 from headrace.model.linear import MatrixLinear
 from headrace.model.mixer import SelfAttention
 from headrace.model.mlp import DenseMlp
@@ -77,15 +78,18 @@ class HeadsProjection(MatrixLinear):
         return out
 
 
-def exchange_of(layers: Sequence[Any], group: Group, rows: int, like: Tensor) -> Exchange | None:
-    """Where sums of up to so many rows like those of a table [any, H] meet, if all layers do their part."""
-    fit = all(
+def exchange_of(
+    config: ModelConfig, layers: Sequence[Any], group: Group, rows: int, dtype: torch.dtype
+) -> Exchange | None:  # fmt: skip
+    """Where sums of up to so many rows meet, if all layers do their part. Every rank says the same: a bias, which one alone
+    has, is not looked for in the layers."""
+    fit = not (config.o_bias or config.mlp_bias) and all(
         type(layer.mixer) is SelfAttention and type(layer.mlp) is DenseMlp
         and all(type(of) is MatrixLinear for of in (layer.mixer.out, layer.mlp.down))
         and layer.post_attn_norm is None and layer.post_mlp_norm is None
         for layer in layers
     )  # fmt: skip
-    return group.exchange(rows, like.shape[1], like.dtype) if fit and rows >= least_rows() else None
+    return group.exchange(rows, config.hidden_size, dtype) if fit and rows >= least_rows() else None
 
 
 def product_into(part: Any) -> Callable[[Tensor, Tensor], Tensor]:
