@@ -5,6 +5,7 @@ A container sees the whole host in /proc; what it may use stands in its control 
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,16 @@ def available_memory(root: Path = ROOT) -> int:
         if limit is not None and used is not None:
             available = min(available, max(0, limit - used + _file_pages(group)))
     return available
+
+
+def give_memory_back() -> None:
+    """What has been freed goes back to the system.
+
+    glibc takes small pieces, and after the first large one has been freed those up to 32 MiB too, from its heaps, and of these
+    gives back the end only: what lies below anything that lives stays resident, 1.1 GiB after two loads of a 135M model.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def usable_cpus(root: Path = ROOT) -> list[list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import time
@@ -29,7 +28,7 @@ from headrace.extras import is_installed
 from headrace.lora.core import CoreAdapters
 from headrace.lora.names import named_adapters
 from headrace.lora.version import Version
-from headrace.machine import usable_cores
+from headrace.machine import give_memory_back, usable_cores
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
@@ -112,19 +111,15 @@ class Engine:
         if self.ranks is not None:
             self.ranks.close()
         gc.collect()
-        give_memory_back(self.device)
+        give_back(self.device)
 
 
-def give_memory_back(device: torch.device) -> None:
-    """What has been freed goes back: on a GPU to the driver, else to the system.
-
-    glibc takes small tensors, and after the first large one has been freed those up to 32 MiB too, from its heap, and of that
-    gives back the end only: what lies below anything that lives stays resident, 1.1 GiB after two loads of a 135M model.
-    """
+def give_back(device: torch.device) -> None:
+    """What has been freed, on a GPU to the driver, else to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
+    else:
+        give_memory_back()
 
 
 def build_engine(
@@ -243,7 +238,7 @@ def build_worker(
         source = None if group is None else checkpoint
         draft = load_draft(config, limits, model, forward.dtype, device, load_forward, source)
     if device.type == "cpu":
-        give_memory_back(device)
+        give_back(device)
     part = model if group is None else group.shard.config(model)
     plan = planned(config, limits, part, forward, draft, loaded_bytes, device, group)
     num_blocks = plan.num_blocks if group is None else fewest(plan.num_blocks, group, device)

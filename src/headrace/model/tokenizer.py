@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
 
 from headrace.errors import CheckpointError, ParameterError
+from headrace.machine import give_memory_back
 from headrace.model.formats.gguf import read_gguf
 from headrace.model.formats.gguf_tokenizer import tokenizer_parts
 from headrace.model.formats.safetensors_file import read_json, refuse_lfs_pointer
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from headrace.model.checkpoint import Checkpoint
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+LARGE = 1 << 20  # characters: the library takes up to 300 bytes for each, so one such text at a time, and they go back
 _ENDS = ("eos_token", "eot_token", "eom_token")  # of a text, a turn, a message that is not the turn's last
 
 
@@ -54,6 +58,7 @@ class Tokenizer:
         self._has_token = np.zeros(self.vocab_size, np.bool_)
         self._has_token[[i for i in vocabulary.values() if i not in extras.unused]] = True
         self._bytes: dict[int, bytes] = {}  # of tokens that have been asked for
+        self._large = Lock()
         self._metaspace = bool({"ByteFallback", "Metaspace"} & set(decoders))
 
     @classmethod
@@ -132,14 +137,19 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """encode() of each text, in parallel threads."""
-        by_backend = add_special_tokens and self._prefix is None
+        large = sum(map(len, texts)) > LARGE
         try:
-            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=by_backend)
+            with self._large if large else nullcontext():
+                batch = self._ids(list(texts), by_backend=add_special_tokens and self._prefix is None)
+                if large:
+                    give_memory_back()
         except (TypeError, UnicodeError) as error:  # a lone surrogate cannot cross into the library
             bad = next((t for t in texts if not _is_unicode(t)), "")
             raise ParameterError("prompt", bad, "text without lone surrogates") from error
-        batch = [encoding.ids for encoding in encodings]
         return [self._finish(*pair) for pair in zip(texts, batch, strict=True)] if add_special_tokens else batch
+
+    def _ids(self, texts: list[str], by_backend: bool) -> list[list[int]]:
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=by_backend)]
 
     def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int]]:
         """Of each token of encode(text), the characters of the text that it was made from: begin and end. They may overlap;
