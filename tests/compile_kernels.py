@@ -465,6 +465,7 @@ LARGE = {  # with tiles made for the shared memory of sm_90
     "roles head 256 window softcap": roles(8, 4, 256, window=4096, softcap=50.0),
     "decode of 8 rows in rings": decode(8, decode_tiles.default_table),
     "decode of 32 rows of Gemma-2 in rings": decode(32, decode_tiles.default_table, "gemma2_2b"),
+    "decode of 64 rows of Gemma-2 in rings": decode(64, decode_tiles.default_table, "gemma2_2b"),
     "decode of 64 rows in rings": decode(64, lambda config: gpu_decode.forced(config, "ring")),
     "decode of 64 rows": decode(64, decode_tiles.default_table),
     "decode of 64 rows 8B": decode(64, decode_tiles.default_table, "8b"),

@@ -6,8 +6,8 @@ from collections import Counter
 
 import torch
 
-from headrace.fast_decode import rounded_tile
-from headrace.fast_decode.tiles import Kinds, TileTable
+from headrace.fast_decode import ring_tile, rounded_tile
+from headrace.fast_decode.tiles import FLOAT, Kinds, TileTable
 from headrace.kernels.launch import capability
 from headrace.kernels.narrow_linear import few_rows, is_scaled
 from headrace.model.config import ModelConfig
@@ -16,7 +16,7 @@ from headrace.model.rare import rare_parts
 
 MAX_ROWS = 64  # that an engine gives to this path where no table of tiles says more: see `most_rows`
 MAX_EXPERT_ROWS = 32  # of models with experts: of 64 both paths are as fast (Qwen3-30B-A3B on an H200)
-MAX_NORMED_ROWS = 32  # of models that norm what they add: of 64 cuBLAS is as fast (Gemma-2-2B on an H200)
+MAX_NORMED_ROWS = 32  # of models that norm what they add, without rings: of 64 cuBLAS is as fast (Gemma-2-2B on an H200)
 
 
 def most_rows(config: ModelConfig, tiles: TileTable | None = None, weights: DecoderWeights | None = None) -> int:
@@ -24,7 +24,8 @@ def most_rows(config: ModelConfig, tiles: TileTable | None = None, weights: Deco
     multiplied as FP8 by FP8 from fewer rows on elsewhere, and here activations are not rounded, that is faster."""
     if config.experts is not None:
         return MAX_EXPERT_ROWS if tiles is None else min(max(tiles), MAX_EXPERT_ROWS)
-    most = max(tiles) if tiles is not None else MAX_ROWS if config.norm_place == "pre" else MAX_NORMED_ROWS
+    rings = weights is not None and ring_tile.runs(weights.embedding) and usual_kinds(weights) == FLOAT
+    most = max(tiles) if tiles is not None else MAX_ROWS if config.norm_place == "pre" or rings else MAX_NORMED_ROWS
     if weights is None or config.delta is not None or hands_on_fp8(config, weights):
         return most
     matrices = [getattr(layer, name) for layer in weights.layers for name in MATRICES]

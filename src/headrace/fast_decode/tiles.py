@@ -19,6 +19,7 @@ from headrace.fast_decode.attention import AttentionTile
 from headrace.fast_decode.digit_tile import DigitTile
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import MAX_ROWS, Tile, num_splits
+from headrace.fast_decode.ring_tile import MAX_ROWS as RING_ROWS
 from headrace.fast_decode.ring_tile import RingAttention, RingTile
 from headrace.fast_decode.ring_tile import row_block as ring_rows
 from headrace.fast_decode.rounded_tile import PAIR_ROWS, RoundedTile
@@ -48,7 +49,8 @@ KINDS = {
     "rounded": RoundedTile,
 }  # fmt: skip
 SMALL_BYTES, LARGE_BYTES = 96 * 1024, 224 * 1024  # of shared memory that a program has on every card, and on Hopper
-FILL = 128  # programs that fill an H100 or H200 (132 SMs) with at most one each
+MULTIPROCESSORS = 132  # of an H100 or H200
+FILL = 128  # programs that fill one with at most one each
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +151,10 @@ def default_tiles(
     rounded: bool = True,
 ) -> StepTiles:  # fmt: skip
     """Good guesses for H100 and H200 from the shapes alone, and the weights' kinds; `warps`, `rounded`: see `default_table`."""
-    ring = partial(ring_tile, deep=config.norm_place == "pre")
-    guess = gemv_tile if rows == 1 else gemm_tile if not copy_engine else wide_tile if rows > ALL_ROWS else ring
+    plain = config.norm_place == "pre"
+    wide = rows > (ALL_ROWS if plain else RING_ROWS)
+    ring = partial(ring_tile, deep=plain)
+    guess = gemv_tile if rows == 1 else gemm_tile if not copy_engine else wide_tile if wide else ring
     shapes = product_shapes(config, delta)
     products = {
         name: guess(shapes[name], rows) if kind == "float" else narrow_tile(shapes[name], rows, kind, warps)
@@ -176,12 +180,13 @@ def few_tile(config: ModelConfig) -> AttentionTile | None:
 
 def ring_attention_tile(config: ModelConfig, rows: int) -> RingAttention | None:
     """On an H200 steps of 8 and 32 rows of four models, whose heads are of 64, 128 and 256, are 3 to 11 % faster by it; of 64
-    rows two of four are, 3 and 4 %, and two are slower."""
-    if not SHORT_ROWS < rows <= ALL_ROWS:
+    rows those of Gemma-2-2B are, and of others some."""
+    many = config.norm_place != "pre" and config.head_dim > 128
+    if not SHORT_ROWS < rows <= (RING_ROWS if many else ALL_ROWS):
         return None
     few = rows <= 16
     if config.head_dim > 128:
-        return RingAttention(1, 3, FILL) if few else RingAttention(1, 1, 2 * FILL)
+        return RingAttention(1, 3, FILL) if few else RingAttention(1, 1, 2 * FILL if rows <= ALL_ROWS else 4 * FILL)
     if config.head_dim <= 64:
         return RingAttention(3, 6, FILL if few else 2 * FILL)
     return RingAttention(2, 2, 2 * FILL) if few else RingAttention(3, 3, 2 * FILL)
@@ -257,8 +262,13 @@ def gemm_tile(shape: Shape, rows: int) -> GemmTile:
 def ring_tile(shape: Shape, rows: int, deep: bool = True) -> RingTile:
     """As `gemm_tile` splits K, and the deepest ring that leaves room for another program's; of gate and up the deepest. `deep`:
     not where the norm of what is added lies between products: there gate and up leave room, too, and 4 steps of others are
-    faster. (Whole steps of 8 and 32 rows of four models, on an H200.)"""
+    faster. (Whole steps of 8 and 32 rows of four models, on an H200.) Above ALL_ROWS short ones (of Gemma-2-2B's 64 rows)."""
     splits = splits_to(1.2 * FILL, shape, 64, 8, 512) if shape.splittable else 1
+    if rows > ALL_ROWS:
+        if not shape.splittable:
+            return RingTile(64, 128, 1, 2) if shape.gated else RingTile(128, 64, 1, 4, True)
+        tiles = -(-shape.columns // 64)  # of which two have place on a multiprocessor
+        return RingTile(64, 128, splits if tiles * splits <= 2 * MULTIPROCESSORS else max(1, FILL // tiles), 3)
     step, half = 2 * 128 * (64 * (2 if shape.gated else 1) + ring_rows(rows)), LARGE_BYTES // 2
     if shape.gated and not deep:
         block_k = 128 if half // step >= 3 else 64
