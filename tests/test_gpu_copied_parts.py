@@ -81,7 +81,8 @@ def test_sums_in_pieces_are_sums(count: int, monkeypatch) -> None:
 
 
 def test_who_waits_for_a_dead_rank_is_let_go() -> None:
-    copied, stream = two_ranks()[0], torch.cuda.Stream()
+    ranks, stream = two_ranks(), torch.cuda.Stream()
+    copied = ranks[0]
     with torch.cuda.stream(stream):
         copied.wait(copied.send(copied.begin()(slice(0, 5))))
     time.sleep(0.2)
