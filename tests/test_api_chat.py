@@ -104,6 +104,8 @@ def test_logprobs(api, top):
         ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"), ({"tool_choice": "auto"}, "tool_choice"),
         ({"tools": [{"custom": {}}]}, "tools[0].function"), ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools[0].function.parameters.type"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": ["null", "array"]}}}]}, "tools[0].function.parameters.type"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"), ({"response_format": {"type": "xml"}}, "response_format.type"),

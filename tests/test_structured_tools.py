@@ -139,6 +139,12 @@ def test_a_function_without_parameters_is_called_without_arguments(form):
         assert takes(matcher, WRITTEN[form]) == good
 
 
+@pytest.mark.parametrize("parameters", [{"enum": ["Rome", {"city": "Rome"}]}, {"type": ["object", "string"], "maxLength": 3}, {"const": 5}])
+def test_arguments_are_an_object_whatever_else_a_schema_allows(parameters):
+    """A call by its name alone came with a text, or with nothing, for arguments."""
+    assert FunctionDef(name="f", parameters=parameters).schema == {**parameters, "type": "object"}
+
+
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "granite", "phi4_mini_json", "deepseek_v3", "kimi_k2"])
 def test_strict_calls_stand_beside_any_text(form):
     matcher = compiled(grammar=grammar(free_calls, form, True))

@@ -44,6 +44,9 @@ def check_tools(tools: list[Tool] | None, choice: Choice) -> None:
     for i, tool in enumerate(tools or ()):
         if not _NAME.fullmatch(tool.function.name):
             raise invalid(f"tools[{i}].function.name", "1 to 64 letters, digits, underscores, dots or dashes.")
+        kind = (tool.function.parameters or {}).get("type") or "object"  # what is called gets arguments by their names
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            raise invalid(f"tools[{i}].function.parameters.type", f"got {str(kind)[:100]!r}, allowed: object")
     if not tools and choice not in (None, "none"):
         raise allowed_only("tool_choice", "together with tools that are functions; others are not run here")
     chosen = choice.names if isinstance(choice, Allowed) else {choice.name} if isinstance(choice, Named) else set()

@@ -84,7 +84,7 @@ class _Tagged:
 
     def _call(self, name: str, schema: Mapping[str, Any]) -> str:
         layout, known, others = self._layout, schema.get("properties") or {}, schema.get("additionalProperties", True)
-        if rest := set(schema) - _OF_OBJECT | {schema.get("type", "object")} - {"object"}:
+        if rest := set(schema) - _OF_OBJECT:
             raise NotStrict(f"{name}: {', '.join(sorted(rest))} beside the properties of its arguments")
         arguments = [self._argument(key, schema) + "?" * (key not in schema.get("required", ())) for key in known]
         if not known and others not in (True, False, {}):

@@ -34,7 +34,7 @@ class FunctionDef(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Of the arguments: a function that is described without any takes none."""
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
-        return self.parameters or {"type": "object"}
+        return {**self.parameters, "type": "object"}
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
