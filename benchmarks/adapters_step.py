@@ -20,7 +20,7 @@ from torch import Tensor
 from gpu_decode import BF16, BLOCK, DEVICE, MAX_LEN, MODELS, TIED, Cache, Input, capture, graph_ms, kinds, random_weights, say
 from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.takes import usual_kinds
-from headrace.fast_decode.tiles import load_tiles
+from headrace.fast_decode.tile_tables import load_tiles
 from headrace.kernels.lora_product import LowRank
 from headrace.kernels.tables import Int
 from headrace.lora.pool import AdapterPool

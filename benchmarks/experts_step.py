@@ -24,7 +24,7 @@ from headrace.fast_decode import forward
 from headrace.fast_decode.experts import join_experts
 from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.takes import usual_kinds
-from headrace.fast_decode.tiles import load_tiles
+from headrace.fast_decode.tile_tables import load_tiles
 from headrace.kernels.experts import route_reference
 from headrace.model.batch import ForwardBatch
 from headrace.model.checkpoint import Checkpoint

@@ -40,7 +40,8 @@ from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode import tiles as decode_tiles
 from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.takes import has_copy_engine
-from headrace.fast_decode.tiles import ROW_STEPS, SHIPPED, Kinds, StepTiles, tile_file_name
+from headrace.fast_decode.tile_tables import SHIPPED, from_json, tile_file_name
+from headrace.fast_decode.tiles import ROW_STEPS, Kinds, StepTiles
 from headrace.kernels.attention_decode import SplitTile
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig, RopeConfig
@@ -361,7 +362,7 @@ class Bench:
         self.table = decode_tiles.default_table(self.config, self.copy_engine, kinds(name))
         for path in (table_file(SHIPPED, name), table_file(args.tables, name)):
             if path is not None and path.exists():
-                self.table.update(decode_tiles.from_json(path.read_text()))
+                self.table.update(from_json(path.read_text()))
                 say(f"tiles from {path}")
         self.group = None
         if args.ranks > 1:

@@ -22,6 +22,7 @@ from headrace.fast_decode.products import GemvTile, RoundedTile, Tile, WarpTile 
 from headrace.fast_decode.ring_tile import row_block
 from headrace.fast_decode.rounded_tile import PAIR_ROWS
 from headrace.fast_decode.skinny_gemm import GemmTile  # noqa: F401
+from headrace.fast_decode.tile_tables import load_tiles
 from headrace.kernels.split import SplitSpace
 
 SORTS = {
@@ -101,7 +102,7 @@ def usual_tile(name: str, kind: str, rows: int) -> Tile:
     """Of the table for an H200."""
     config = gpu_decode.MODELS["8b"]
     kinds = (kind,) * 4 + ("float",)
-    table = decode_tiles.load_tiles(config, "NVIDIA H200", kinds) or decode_tiles.default_table(config, True, kinds)
+    table = load_tiles(config, "NVIDIA H200", kinds) or decode_tiles.default_table(config, True, kinds)
     return getattr(table[min(n for n in table if n >= rows)], name)
 
 

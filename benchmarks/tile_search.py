@@ -19,11 +19,11 @@ from headrace.fast_decode.ring_tile import row_block as ring_rows
 from headrace.fast_decode.rounded_tile import PAIR_ROWS, RoundedTile
 from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
 from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.tile_tables import KINDS
 from headrace.fast_decode.tiles import (
     ALL_ROWS,
     FILL,
     FLOAT,
-    KINDS,
     PRODUCTS,
     SHORT_ROWS,
     Kinds,

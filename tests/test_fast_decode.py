@@ -25,13 +25,12 @@ from headrace.fast_decode.ring_tile import RingAttention, RingTile
 from headrace.fast_decode.rounded_tile import RoundedTile
 from headrace.fast_decode.skinny_gemm import GemmTile, row_block
 from headrace.fast_decode.takes import has_copy_engine, most_rows
+from headrace.fast_decode.tile_tables import SHIPPED, from_json
 from headrace.fast_decode.tiles import (
     PRODUCTS,
-    SHIPPED,
     StepTiles,
     default_table,
     default_tiles,
-    from_json,
     product_shapes,
     with_fp8_cache,
 )

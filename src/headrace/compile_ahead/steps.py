@@ -24,7 +24,7 @@ from headrace.fast_decode.decoder import FastDecoder
 from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.pieces import least_rows
 from headrace.fast_decode.takes import most_rows, usual_kinds
-from headrace.fast_decode.tiles import load_tiles
+from headrace.fast_decode.tile_tables import load_tiles
 from headrace.kernels import tables
 from headrace.kernels.attention_decode import ORDERED_FROM, max_tokens
 from headrace.kernels.experts_triton import row_steps

@@ -136,7 +136,7 @@ def make_decoder(
     from headrace.fast_decode.decoder import FastDecoder
     from headrace.fast_decode.forward import FastDecode
     from headrace.fast_decode.takes import most_rows, usual_kinds
-    from headrace.fast_decode.tiles import load_tiles
+    from headrace.fast_decode.tile_tables import load_tiles
 
     if not FastDecode.supports(model, dtype, alone=group is None):
         logger.info("small batches: the general path; the fused one does not take family %s in %s", model.family, dtype)

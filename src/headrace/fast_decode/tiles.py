@@ -1,24 +1,18 @@
-"""Which tiles the fused decode step runs with: defaults from the shapes, or tables that were searched on a card.
+"""Which tiles the fused decode step runs with: what a step has, and defaults from the shapes (tile_tables.py has others).
 
 How a product runs is told by its tile's type (see products.py). A table holds one StepTiles per number of rows up to which it
-serves; the largest is where the path ends: above, cuBLAS was faster. `benchmarks/gpu_decode.py --tune` finds a table, starting
-from the one there is, and keeps its `short_attention` (that was chosen by hand, from steps of up to 256 tokens).
+serves; the largest is where the path ends: above, cuBLAS was faster.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
-from headrace.config import cache_dir
 from headrace.fast_decode.attention import AttentionTile
-from headrace.fast_decode.digit_tile import DigitTile
 from headrace.fast_decode.gemv import GemvTile
-from headrace.fast_decode.products import MAX_ROWS, Tile, num_splits
+from headrace.fast_decode.products import Tile, num_splits
 from headrace.fast_decode.ring_tile import MAX_ROWS as RING_ROWS
 from headrace.fast_decode.ring_tile import RingAttention, RingTile
 from headrace.fast_decode.ring_tile import row_block as ring_rows
@@ -35,19 +29,12 @@ from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import MATRICES
 from headrace.model.weight import Kind
 
-logger = logging.getLogger(__name__)
-SHIPPED = Path(__file__).parent / "tables"  # that come with the package
 ROW_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the default table has an entry for each
 WARP_ROWS = 8  # up to here each warp multiplies 4-bit numbers for itself: all that is in its tile of x
 ALL_ROWS = 32  # up to here a product takes all rows at once; above, tiles of both operands where the card has a copy engine
 SHORT_ROWS = 4  # up to here attention is short, a tile of its own
 EARLY_ROWS = 8  # up to here the kernel behind attention may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
-# as a table's file names them
-KINDS = {
-    "gemv": GemvTile, "gemm": GemmTile, "ring": RingTile, "wide": WideTile, "warp": WarpTile, "digit": DigitTile,
-    "rounded": RoundedTile,
-}  # fmt: skip
 SMALL_BYTES, LARGE_BYTES = 96 * 1024, 224 * 1024  # of shared memory that a program has on every card, and on Hopper
 MULTIPROCESSORS = 132  # of an H100 or H200
 FILL = 128  # programs that fill one with at most one each
@@ -402,51 +389,3 @@ def narrow_gemv_tile(shape: Shape, per_byte: int) -> GemvTile:
     block_n = 8 if not shape.gated and shape.columns >= 8 * FILL else 4
     registers = 4 * block_n * (2 if shape.gated else 1)  # of a step
     return GemvTile(block_n, 512 * warps * per_byte, warps, max(1, min(-(-width // (512 * warps)), 64 // registers)))
-
-
-def from_json(text: str) -> dict[int, StepTiles]:
-    """Inverse of `to_json`. Raises ValueError, KeyError or TypeError on anything else."""
-    table = {}
-    for rows, entry in json.loads(text).items():
-        products = {}
-        for name in PRODUCTS:
-            values = dict(entry[name])
-            tile = products[name] = KINDS[values.pop("kind")](**values)
-            if int(rows) > MAX_ROWS[type(tile)]:
-                raise ValueError(f"{name}: {tile} takes at most {MAX_ROWS[type(tile)]} rows, not {rows}")
-        kind = SplitTile if entry.get("attention_kernels", 1) == 2 else AttentionTile
-        attention = kind(**entry["attention"])
-        short, few, ring = (entry.get(f"{name}_attention") for name in ("short", "few", "ring"))
-        table[int(rows)] = StepTiles(
-            **products, attention=attention, attention_programs=entry["attention_programs"],
-            short_attention=None if short is None else AttentionTile(**short),
-            few_attention=None if few is None else AttentionTile(**few),
-            ring_attention=None if ring is None else RingAttention(**ring),
-        )  # fmt: skip
-    if not table:
-        raise ValueError("a table without rows")
-    return table
-
-
-def tile_file_name(card: str, config: ModelConfig, kinds: Kinds = FLOAT) -> str:
-    shape = (config.hidden_size, config.intermediate_size, config.q_size, config.kv_size, config.head_dim, config.vocab_size)
-    layers = kinds[:1] if len(set(kinds[:-1])) == 1 else kinds[:-1]
-    narrow = [] if kinds == FLOAT else [*layers, *(kinds[-1:] if kinds[-1] != "float" or len(layers) > 1 else ())]
-    return "-".join([card.lower().replace(" ", "-"), *map(str, shape), *narrow]) + ".json"
-
-
-def load_tiles(config: ModelConfig, card: str, kinds: Kinds = FLOAT) -> TileTable | None:
-    """The table of the card that is called so and the shapes and kinds of this model's matrices, from the user's cache
-    directory or else the package; None if there is none. A file that cannot be read is reported and passed over."""
-    name = tile_file_name(card, config, kinds)
-    for path in (cache_dir() / "tiles" / name, SHIPPED / name):
-        try:
-            table = from_json(path.read_text())
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            logger.warning("%s is no tile table (%s)", path, e)
-            continue
-        logger.info("tiles of small batches up to %d rows: %s", max(table), path)
-        return table
-    return None
