@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from fast_decode_cases import PLAIN, decode_batch, moved
 from headrace.cache import fp8
-from headrace.fast_decode import attention, attention_ring, attention_ring_fp8
+from headrace.fast_decode import attention, attention_reference, attention_ring, attention_ring_fp8
 from headrace.fast_decode.attention_reference import HeadShape, decode_attention_reference
 from headrace.fast_decode.ring_tile import RingAttention
 from headrace.kernels.split import split_space
@@ -45,6 +46,12 @@ class _Interpreted:
                 most, largest = top.value.clamp_min(fp8.SMALLEST), torch.tensor(fp8.LARGEST)
                 return gluon.Value(largest / most), gluon.Value(most / largest)
 
+            def say_done(ticket: Any) -> None:
+                gluon._store(ticket, gluon._load(ticket).value + 1)
+
+            def await_parts(ticket: Any, number: Any) -> None:
+                assert int(gluon._load(ticket)) == int(number)
+
             names = self.names()[: len(values)]
             arguments = dict(zip(names, values, strict=True)) | arguments
             for name in ("num_warps", "num_stages", "launch_pdl", "maxnreg"):
@@ -52,7 +59,7 @@ class _Interpreted:
             gluon.run(
                 self.file, self.kernel, grid, arguments, beside=self.beside, put=put, _widened=widened, fp8_factors=factors,
                 largest=lambda x: gluon.Value(x.value.abs().amax()), nearest_fp8=lambda x: gluon.Value(x.value.to(fp8.DTYPE).float()),
-                soft_cap=lambda x, cap: gluon.Value(cap * torch.tanh(x.value / cap)),
+                soft_cap=lambda x, cap: gluon.Value(cap * torch.tanh(x.value / cap)), say_done=say_done, await_parts=await_parts,
             )  # fmt: skip
 
         return launch
@@ -64,6 +71,8 @@ class _Interpreted:
 
 @pytest.fixture(autouse=True)
 def without_a_card(monkeypatch) -> None:
+    rotate = attention_reference.rotate_reference  # what the kernels keep in FP8 they have rounded to the model's numbers first
+    monkeypatch.setattr(attention_reference, "rotate_reference", lambda x, *turn: rotate(x, *turn).to(BF16).float())
     if DEVICE == "cpu":
         plain = attention_ring.__file__
         monkeypatch.setattr(attention, "runs_triton", lambda x: True)
@@ -85,8 +94,8 @@ def test_it_is_attention(dtype, heads: int, kv_heads: int, tile: RingAttention, 
     """Of parts shorter and longer than a ring, with numbers that are none behind the cached tokens, and what it keeps."""
     config = replace(PLAIN, num_heads=heads, num_kv_heads=kv_heads, head_dim=DIM, rope=RopeConfig(1e4, DIM), max_position=1024)
     batch, kv = (moved(part, torch.device(DEVICE)) for part in decode_batch(config, LENGTHS, 64, dtype))
-    of, before = moved(kv, torch.device("cpu")), moved(kv, torch.device(DEVICE))
-    assert of.k[0].dtype == dtype
+    before = copy.deepcopy(kv)
+    assert before.k[0].dtype == dtype
     for slot in batch.slot_mapping[batch.slot_mapping >= 0].tolist():
         for layer in (*before.k, *before.v):
             layer.view(torch.uint8)[slot // 64, slot % 64 :] = 255  # NaN
@@ -109,8 +118,7 @@ def test_it_is_attention(dtype, heads: int, kv_heads: int, tile: RingAttention, 
     expected = decode_attention_reference(qkv.sum(0), kv, 0, **given)
     live = [n > 0 for n in LENGTHS]
     error = (out.float() - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-3)
-    # a key that is rounded to bfloat16 first may be the next number in FP8
-    assert error[torch.tensor(live)].max() < (0.03 if dtype == fp8.DTYPE else 0.006) and not out[-1].any(), error
+    assert error[torch.tensor(live)].max() < (0.02 if dtype == fp8.DTYPE else 0.006) and not out[-1].any(), error
     slots = batch.slot_mapping[torch.tensor(live)].long()
     for index, (one, other) in enumerate(((before.k, kv.k), (before.v, kv.v))):
         kept = [data[0].flatten(0, 1)[slots] for data in (one, other)]

@@ -31,7 +31,7 @@ from headrace.fast_decode.experts import join_experts, takes_experts
 from headrace.fast_decode.join_normed import join_normed
 from headrace.fast_decode.products import RoundedTile, Tile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
-from headrace.fast_decode.ring_tile import KEYS, RingAttention, ring_attention_suits, runs
+from headrace.fast_decode.ring_tile import KEYS, RingAttention, fp8_rings_suit, ring_attention_suits, runs
 from headrace.fast_decode.takes import hands_on_fp8, has_copy_engine, kinds_of, usual_kinds
 from headrace.fast_decode.tiles import (
     StepTiles,
@@ -297,7 +297,7 @@ class FastDecode:
             return replace(tiles, attention=tiles.few_attention)
         rings = self.rings and kv.k[0].shape[1] == KEYS
         if kv.scales[0][0] is not None:
-            return with_fp8_cache(tiles, self.config, batch.num_rows, rings and self.config.head_dim == 128)
+            return with_fp8_cache(tiles, self.config, batch.num_rows, rings and fp8_rings_suit(self.config))
         return with_ring_attention(tiles) if rings else tiles
 
     def _takes_rounded(self, step: StepTiles, attention: AttentionTile | SplitTile | RingAttention) -> bool:

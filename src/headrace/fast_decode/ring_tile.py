@@ -66,10 +66,16 @@ class RingAttention:
 
 
 def ring_attention_suits(config: ModelConfig) -> bool:
-    """Whether attention_ring.py is for the heads of a model; attention_ring_fp8.py is for those of 128 among them."""
+    """Whether attention_ring.py is for the heads of a model."""
     group, turned = config.num_heads // config.num_kv_heads, {config.rope_of(i).dim for i in range(config.num_layers)}
     plain = not config.sinks and not config.attn_gate and config.delta is None
     return plain and group <= 8 and config.head_dim in (64, 128, 256) and turned == {config.head_dim}
+
+
+def fp8_rings_suit(config: ModelConfig) -> bool:
+    """Whether attention_ring_fp8.py is for them (with windows and soft caps it has not run on a card)."""
+    plain = not config.attn_softcap and not any(config.window(layer) for layer in range(config.num_layers))
+    return plain and config.head_dim == 128 and ring_attention_suits(config)
 
 
 def row_block(rows: int) -> int:
