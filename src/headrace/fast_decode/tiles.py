@@ -79,10 +79,10 @@ def with_fp8_cache(tiles: StepTiles, config: ModelConfig, rows: int, ring: bool 
     """The same for keys and values in FP8: half the bytes make tiles of twice the keys. They are the fastest on an H200 as long
     as all programs run at once, two to a multiprocessor. `ring`: attention_ring_fp8.py is for the heads, and runs; of more than
     ALL_ROWS where tables have rings for bfloat16 or products are FP8 (an 8B's steps of 64 rows are 3 to 5 % faster, a 4B's 8 %
-    slower)."""
+    slower), and behind a qkv in parts, as all steps had it that were compared on a card."""
     in_fp8 = isinstance(tiles.gate_up, RoundedTile)
     fast = rows <= ALL_ROWS or tiles.ring_attention is not None or in_fp8
-    if ring and fast and rows > (2 if in_fp8 else SHORT_ROWS):
+    if ring and fast and rows > (2 if in_fp8 else SHORT_ROWS) and num_splits(tiles.qkv) > 1:
         tile = RingAttention(2, 2, 2 * FILL if rows <= ALL_ROWS else 4 * FILL)
         return replace(tiles, attention=tile, attention_programs=tile.programs)
     pairs, programs = rows * config.num_kv_heads, tiles.attention_programs
