@@ -140,6 +140,15 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     memory[at] = data
 
 
+def _say_done(ticket: Pointer) -> None:
+    _atomic_add(ticket, 1)
+
+
+def _await_parts(ticket: Pointer, number: int) -> None:
+    """Programs run one after the other, so those that are waited for are done."""
+    assert int(_load(ticket).value) == int(number.value if isinstance(number, Value) else number)
+
+
 def _atomic_add(pointer: Pointer, value: int, sem: str = "") -> Value:
     before = Value(_load(pointer).value.clone())
     _store(pointer, Value(before.value + value))
@@ -258,7 +267,7 @@ def run(
         functions = {name: value for name, value in names.items() if inspect.isfunction(value)}
         exec(compile(source, str(file), "exec", dont_inherit=True), names)
         names |= {name: function for name, function in functions.items() if not inspect.isfunction(names[name])}
-    names |= {"grid_dependency": nothing, "activate": _activate, **stand_ins}
+    names |= {"grid_dependency": nothing, "activate": _activate, "say_done": _say_done, "await_parts": _await_parts, **stand_ins}
     given = {name: Pointer(x.view(-1)) if isinstance(x, Tensor) else x for name, x in arguments.items()}
     for place in itertools.product(*(range(n) for n in grid)):
         program[: len(place)] = [Value(torch.tensor(x, dtype=torch.int32)) for x in place]
