@@ -36,6 +36,8 @@ from headrace.fast_decode.tiles import (
 )
 from headrace.fast_decode.wide_gemm import WideTile
 from headrace.kernels.attention_decode import SplitTile
+from headrace.kernels.quantize_rows import Rounded
+from headrace.model import rare
 from headrace.model.config import RopeConfig
 from headrace.model.decoder import Decoder
 from headrace.model.delta_config import DeltaConfig
@@ -107,6 +109,26 @@ def test_equals_the_decoder(name: str, table: str) -> None:
         assert_close(ours, theirs)
     for ours, theirs in zip(states_of(kv), states_of(kv_expected), strict=True):
         assert_close(ours, theirs)
+
+
+def test_rows_that_come_in_fp8(monkeypatch) -> None:
+    """As many rows do where the product that reads them is one of FP8 by FP8: not through the fused step. Here by a product
+    that widens them again."""
+    linear = torch.nn.functional.linear
+
+    def widened(x: Tensor | Rounded, *others: Tensor) -> Tensor:
+        return linear((x.values.float() * x.scales)[: x.rows] if isinstance(x, Rounded) else x, *others)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", widened)
+    monkeypatch.setattr(rare, "rounds", lambda x: True)
+    config = CONFIGS["qwen3"]
+    weights = random_weights(config)
+    (batch, kv), (_, kv_expected) = (decode_batch(config, LENGTHS, 16) for _ in range(2))
+    decoder = Decoder(config, weights, TorchAttention())
+    both = FastDecoder(config, weights, TorchAttention(), FastDecode(config, weights, 2, CPU, TABLES["gemm"]))
+    for layer in (*decoder.layers, *both.layers):
+        layer.mixer.takes_rounded = layer.mlp.takes_rounded = True
+    assert_close(both.decode(batch, kv), decoder.decode(batch, kv_expected))
 
 
 def test_a_delta_net_whose_gates_are_a_product_of_their_own(monkeypatch) -> None:

@@ -57,22 +57,18 @@ class FastDecoder(Decoder):
             adapters.begin(batch, None, fused=runs_triton(batch.token_ids))
         return self.masked(self.fast.forward(batch, kv, self.hidden_state_hook, adapters))
 
-    def _add(
-        self, part: Linear | Mlp, x: Tensor | Pieces, residual: Tensor, post: Tensor | None, following: Tensor | None,
-        reader: Any,
-    ):  # fmt: skip
-        """As Decoder; where few rows of several ranks are added up, in the kernel that does so, and many in pieces."""
-        ranks, scale = self.fast.ranks, self.config.residual_scale
+    def _add(self, part: Linear | Mlp, x: Any, residual: Tensor, post: Tensor | None, following: Tensor | None, reader: Any):
+        """As Decoder; where few rows of several ranks are added up, in the kernel that does so, and many in pieces. `x` may be
+        `Pieces`, or `Rounded` as there."""
+        ranks, scale, rows = self.fast.ranks, self.config.residual_scale, len(residual)
         if ranks is not None and post is None and following is not None:
-            if ranks.adds_up(len(x)):
-                assert isinstance(x, Tensor)
-                halves = part.halves(len(x))
+            if ranks.adds_up(rows):
+                halves = part.halves(rows)
                 return ranks.add_norm(part.product(x)[None] if halves is None else halves(x), residual, following, scale)
-            if self.exchange is not None and least_rows() <= len(x) <= self.exchange.rows:
+            if self.exchange is not None and isinstance(x, Tensor | Pieces) and least_rows() <= rows <= self.exchange.rows:
                 eps, offset = ranks.eps, ranks.norm_offset
                 pieces = add_in_pieces(product_into(part), x, residual, self.exchange, following, eps, offset, scale)
                 return pieces if self._takes_pieces(reader) else pieces.whole(), residual
-        assert isinstance(x, Tensor)
         return super()._add(part, x, residual, post, following, reader)
 
     def _takes_pieces(self, reader: Mixer | Mlp | None) -> bool:
