@@ -90,7 +90,9 @@ def main() -> None:
     with LLM(shape_directory(args.config), **options) as llm:
         assert llm.engine is not None
         machine = measure_limits(llm.engine.device, llm.engine.dtype, cards)
-        limits = Limits(llm.engine.model, llm.engine.dtype, machine, args.quantization, args.kv_cache_dtype == "fp8")
+        own_head = not json.loads(Path(args.config).read_text()).get("tie_word_embeddings", False)
+        fp8_cache = args.kv_cache_dtype == "fp8"
+        limits = Limits(llm.engine.model, llm.engine.dtype, machine, args.quantization, fp8_cache, own_head=own_head)
         bench, watch = Bench(llm, limits), Watch(llm.engine.core, limits)
         for _ in range(args.repeat):
             watch.steps.clear()

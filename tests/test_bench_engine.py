@@ -219,6 +219,8 @@ def test_limits_of_experts_count_those_that_are_touched(tmp_path):
     narrow = Limits(config, torch.bfloat16, Machine("m", 1e9, 1e12), "fp8")
     layers = limits.parameters.plain - router + held
     assert math.isclose(limits.weight_bytes(10_000) - narrow.weight_bytes(10_000), layers)
+    whole = Limits(config, torch.bfloat16, Machine("m", 1e9, 1e12), "fp8", own_head=True)
+    assert math.isclose(narrow.weight_bytes(1) - whole.weight_bytes(1), config.vocab_size * config.hidden_size)
     assert limits.prefill_flops(1) - 2 * config.q_size * config.num_layers == 2 * (limits.parameters.plain + held * 3 / 8)
 
 

@@ -75,10 +75,12 @@ def run(args: argparse.Namespace) -> int:
         for doubt in measured.warnings():
             print(f"headrace: warning: {doubt}", file=sys.stderr)
         config = llm.engine.config
-        stored = quantization_of(resolve_checkpoint(config).config)
+        source = resolve_checkpoint(config).config
+        stored = quantization_of(source)
         quantization = config.quantization or ("mxfp4" if stored and stored.method == "mxfp4" else None)
         narrow = (quantization, config.kv_cache_dtype == "fp8") if on_cards else (None, False)
-        limits = Limits(llm.engine.model, llm.engine.dtype, measured, *narrow, reading)
+        own_head = not source.get("tie_word_embeddings", llm.engine.model.family.startswith("gemma"))
+        limits = Limits(llm.engine.model, llm.engine.dtype, measured, *narrow, reading, own_head)
         bench = Bench(llm, limits)
         results: list[dict[str, Any]] = []
         for temperature in args.temperature:

@@ -5,9 +5,10 @@ lower triangle of attention, and reads the weights once for all prompts together
 single rows are left out: the limit is a little too good.
 Of experts those are read that some row chose: with k of E for each of n rows a share of 1 - (1 - k / E)^n is expected, if every
 expert is as likely as any other. A row is multiplied by its own k.
-With `--quantization` the layers' matrices are read in that many bytes; products count at the rate of the model's dtype, so
-prompts in FP8 may pass the limit. The native step of a CPU knows what it reads, whatever the formats are; its products count at
-the rate of 8-bit integers, of bfloat16 or of float32, whichever its weights are about as wide as.
+With `--quantization` the layers' matrices are read in that many bytes, and a head of its own in one; products count at the
+rate of the model's dtype, so prompts in FP8 may pass the limit. The native step of a CPU knows what it reads, whatever the
+formats are; its products count at the rate of 8-bit integers, of bfloat16 or of float32, whichever its weights are about as
+wide as.
 
 Of several cards each reads and computes its part, and what they add up, twice a layer and once for the embedding, passes
 their links: 2 (N - 1) / N of the rows out of each card, at the rate of a large copy to another card. That a sum takes some
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from headrace.cache.kv_cache import KVCache
+from headrace.model.checkpoint import MADE
 from headrace.model.config import ModelConfig
 from headrace.model.families import weight_plan
 from headrace.worker.reading import Reading
@@ -162,11 +164,11 @@ def score_columns(model: ModelConfig) -> int:
 
 class Limits:
     """Limits of one model on one machine; `quantization` of its layers' matrices, mxfp4 of experts; keys and values in FP8;
-    `reading` of the native step of a CPU."""
+    `reading` of the native step of a CPU; `own_head`: it is not the embedding once more."""
 
     def __init__(
         self, model: ModelConfig, dtype: torch.dtype, machine: Machine, quantization: str | None = None,
-        fp8_cache: bool = False, reading: Reading | None = None,
+        fp8_cache: bool = False, reading: Reading | None = None, own_head: bool = False,
     ):  # fmt: skip
         self.machine, self.model = machine, model
         self.item: float = dtype.itemsize
@@ -174,16 +176,17 @@ class Limits:
         self.head = model.vocab_size * model.hidden_size  # parameters of it
         self.expert_item = NARROW_BYTES.get(quantization or "", self.item)  # bytes of a parameter of experts
         self.layer_item = self.item if quantization == "mxfp4" else self.expert_item  # and of the layers' other matrices
+        self.head_item = 1.0 if own_head and quantization in MADE else self.item
         self.kv_bytes = KVCache.bytes_per_block(model, 1, torch.float8_e4m3fn if fp8_cache else dtype)  # of one token
         if reading is not None:
-            self.item = self.expert_item = self.layer_item = reading.weights / numbers_of(model)
+            self.item = self.expert_item = self.layer_item = self.head_item = reading.weights / numbers_of(model)
             self.kv_bytes = reading.token
         self.cards = machine.cards
         self.kv_part = 1 / min(self.cards, model.num_kv_heads)  # of it that a card has
 
     def weight_bytes(self, rows: int) -> float:
         """That a step of so many rows reads, of all cards."""
-        return self.item * self.head + self.parameters.layer_bytes(rows, self.layer_item, self.expert_item)
+        return self.head_item * self.head + self.parameters.layer_bytes(rows, self.layer_item, self.expert_item)
 
     def decode_bytes(self, context_tokens: int, batch: int = 1) -> float:
         """Of one card."""
