@@ -98,6 +98,22 @@ def test_the_logits_are_those_of_one_rank(rows: int, hooked: bool, biased: bool,
         torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("decode_rows, pieced", [(0, True), (191, True), (192, False)])
+def test_steps_that_may_be_captured_are_not_in_pieces(decode_rows: int, pieced: bool, monkeypatch) -> None:
+    """Decodes of as many rows would be, and a graph would wait for numbers that have come long ago."""
+    monkeypatch.setattr(pieces, "PIECE_ROWS", 128)
+
+    def of(group: ThreadGroup) -> bool:
+        config, own = group.shard.config(CONFIG), of_rank(random_weights(CONFIG), group.shard.rank)
+        decoder = FastDecoder(
+            config, own, TorchAttention(), FastDecode(config, own, 3, CPU, max_model_len=512, group=group), max_model_len=512,
+            group=group, make=make, most_rows=512, decode_rows=decode_rows,
+        )  # fmt: skip
+        return decoder.exchange is not None
+
+    assert run_ranks(2, of) == [pieced, pieced]
+
+
 def test_halves_of_a_ranks_part_join_the_others(monkeypatch) -> None:
     """In the kernel that adds up parts, in the interpreter; they come back as the other rank's."""
     config = replace(CONFIG, hidden_size=256, intermediate_size=256, num_layers=2)

@@ -36,7 +36,8 @@ class FastDecoder(Decoder):
         max_model_len: int | None = None, decode_rows: int = 0, group: Group | None = None, make: MakeLinear = make_linear,
         most_rows: int = 0,
     ):  # fmt: skip
-        """As Decoder. Steps of up to `most_rows` rows of two ranks add up beside products."""
+        """As Decoder. Steps of up to `most_rows` rows of two ranks add up beside products, where none as large is captured (an
+        Exchange counts on the host)."""
         super().__init__(
             config, weights, attention, max_model_len=max_model_len, decode_rows=decode_rows, make=make, group=group
         )  # fmt: skip
@@ -47,7 +48,7 @@ class FastDecoder(Decoder):
         for mixer in [layer.mixer for layer in self.layers if type(layer.mixer) is SelfAttention]:
             if type(mixer.qkv) is MatrixLinear:
                 mixer.qkv = HeadsProjection(mixer.qkv)
-        self.exchange = exchange_of(config, self.layers, group, most_rows, self.dtype)
+        self.exchange = exchange_of(config, self.layers, group, most_rows if decode_rows < least_rows() else 0, self.dtype)
 
     def decode(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         adapters = self.adapters if batch.adapted else None
