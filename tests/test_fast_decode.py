@@ -395,6 +395,13 @@ def test_a_table_that_cannot_run_is_none(table) -> None:
         from_json(to_json(table))
 
 
+def test_a_table_whose_attention_would_wait_for_ever_is_none() -> None:
+    text = to_json({16: RING})
+    assert from_json(text)[16].ring_attention == RING.ring_attention
+    with pytest.raises(ValueError, match="never come"):
+        from_json(text.replace('"chunk": 2', '"chunk": 3'))
+
+
 def test_tune_finds_the_fastest_candidate() -> None:
     """With a made-up cost that is a sum over products, the search ends at the best of each."""
     config = replace(PLAIN, hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8, head_dim=128)

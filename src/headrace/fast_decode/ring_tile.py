@@ -60,6 +60,10 @@ class RingAttention:
     ring: int
     programs: int
 
+    def __post_init__(self) -> None:
+        if self.chunk > self.ring:
+            raise ValueError(f"of {self.chunk} tiles weighed together {self.ring} are asked for: the others never come")
+
     @property
     def block_n(self) -> int:
         return KEYS
