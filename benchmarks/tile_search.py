@@ -1,6 +1,6 @@
 """Which tiles a fused decode step should have on this card: candidates for each product, and the search among them.
 
-What `tune` finds goes into a table (JSON, `to_json`) that the engine reads: see headrace.fast_decode.tiles.
+What `tune` finds goes into a table (JSON, `to_json`) that the engine reads: see headrace.fast_decode.tile_tables.
 """
 
 from __future__ import annotations
