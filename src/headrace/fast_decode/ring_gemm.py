@@ -97,7 +97,7 @@ def await_parts(ticket, number, WARPS: gl.constexpr = 4):
     thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     gl.inline_asm_elementwise(
         "{ .reg .pred more; again: ld.acquire.gpu.global.s32 $0, [$1]; setp.lt.s32 more, $0, $2; @more bra again; }",
-        "=r,l,r", [(ticket + thread * 0).to(gl.int64), number + thread * 0], gl.int32, False, 1,
+        "=&r,l,r", [(ticket + thread * 0).to(gl.int64), number + thread * 0], gl.int32, False, 1,
     )  # fmt: skip
 
 
