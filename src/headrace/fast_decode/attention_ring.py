@@ -70,6 +70,34 @@ def sum_slabs(pointers, slab_stride, mask, SLABS: gl.constexpr):
 
 
 @gluon.jit
+def rotation(q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, pos, rd, partner, norm_offset, DIM: gl.constexpr, QK_NORM: gl.constexpr):
+    """What a query's numbers and their partners are multiplied by, then a key's; with the weights of their norms."""
+    HALF: gl.constexpr = DIM // 2
+    cos = gl.load(cos_ptr + pos * HALF + rd % HALF)
+    sin = gl.load(sin_ptr + pos * HALF + rd % HALF)
+    sin = gl.where(rd < HALF, -sin, sin)
+    q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
+    if QK_NORM:
+        q_cos = (gl.load(q_norm_ptr + rd).to(gl.float32) + norm_offset) * cos
+        q_sin = (gl.load(q_norm_ptr + partner).to(gl.float32) + norm_offset) * sin
+        k_cos = (gl.load(k_norm_ptr + rd).to(gl.float32) + norm_offset) * cos
+        k_sin = (gl.load(k_norm_ptr + partner).to(gl.float32) + norm_offset) * sin
+    return q_cos, q_sin, k_cos, k_sin
+
+
+@gluon.jit
+def rotated(q, q_turned, k, k_turned, q_cos, q_sin, k_cos, k_sin, eps, DIM: gl.constexpr, QK_NORM: gl.constexpr):
+    """Queries [ROWS, DIM] and the key [DIM], normed and rotated; `turned`: the partners of their numbers."""
+    if QK_NORM:
+        q = gl.rsqrt(gl.sum(q * q, 1) / DIM + eps)[:, None] * (q * q_cos[None, :] + q_turned * q_sin[None, :])
+        k = gl.rsqrt(gl.sum(k * k, 0) / DIM + eps) * (k * k_cos + k_turned * k_sin)
+    else:
+        q = q * q_cos[None, :] + q_turned * q_sin[None, :]
+        k = k * k_cos + k_turned * k_sin
+    return q, k
+
+
+@gluon.jit
 def leave(
     o, lse, out, sizes_ptr, partials_ptr, lse_ptr, tickets_ptr, sizes_stride, second, b, head, split, num_splits, used,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr, MERGE: gl.constexpr, PAIR: gl.constexpr,
@@ -183,15 +211,8 @@ def _ring_attention_kernel(
     for i in gl.static_range(RING):
         ask_tile(v_tiles, v_ring, v_full, table, first, i, count, head, DIM, TILE, RING)
     partner = (rd + HALF) % DIM
-    cos = gl.load(cos_ptr + pos * HALF + rd % HALF)
-    sin = gl.load(sin_ptr + pos * HALF + rd % HALF)
-    sin = gl.where(rd < HALF, -sin, sin)
-    q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
-    if QK_NORM:
-        q_cos = (gl.load(q_norm_ptr + rd).to(gl.float32) + norm_offset) * cos
-        q_sin = (gl.load(q_norm_ptr + partner).to(gl.float32) + norm_offset) * sin
-        k_cos = (gl.load(k_norm_ptr + rd).to(gl.float32) + norm_offset) * cos
-        k_sin = (gl.load(k_norm_ptr + partner).to(gl.float32) + norm_offset) * sin
+    factors = rotation(q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, pos, rd, partner, norm_offset, DIM, QK_NORM)
+    q_cos, q_sin, k_cos, k_sin = factors
     if PDL:
         grid_dependency("wait")
         grid_dependency("launch_dependents")
@@ -211,12 +232,7 @@ def _ring_attention_kernel(
     if owner & (count <= RING):
         mbarrier.wait(v_full.index(last), 0)
         _clear_tail(v_ring.index(last), tail, parts, DIM, TILE)
-    if QK_NORM:
-        q = gl.rsqrt(gl.sum(q * q, 1) / DIM + eps)[:, None] * (q * q_cos[None, :] + q_turned * q_sin[None, :])
-        k_new = gl.rsqrt(gl.sum(k_new * k_new, 0) / DIM + eps) * (k_new * k_cos + k_turned * k_sin)
-    else:
-        q = q * q_cos[None, :] + q_turned * q_sin[None, :]
-        k_new = k_new * k_cos + k_turned * k_sin
+    q, k_new = rotated(q, q_turned, k_new, k_turned, q_cos, q_sin, k_cos, k_sin, eps, DIM, QK_NORM)
     q = q.to(gl.bfloat16)
     k_new = k_new.to(gl.bfloat16)
     q_kept.store(q)

@@ -24,7 +24,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.cache.fp8 import Scales
 from headrace.fast_decode.attention_reference import HeadShape
-from headrace.fast_decode.attention_ring import HEADS_AT_ONCE, TILE, ask_tile, leave, places_of_sizes, sum_slabs
+from headrace.fast_decode.attention_ring import (
+    HEADS_AT_ONCE,
+    TILE,
+    ask_tile,
+    leave,
+    places_of_sizes,
+    rotated,
+    rotation,
+    sum_slabs,
+)
 from headrace.fast_decode.ring_gemm import grid_dependency
 from headrace.fast_decode.ring_tile import RingAttention
 from headrace.kernels.activation import soft_cap
@@ -121,15 +130,8 @@ def _ring_attention_fp8_kernel(
         k_scales = k_scales + (_tile_scales(k_scales_ptr, table, first, j, count, head, pos, r, KV_HEADS, TILE),)
         v_scales = v_scales + (_tile_scales(v_scales_ptr, table, first, j, count, head, pos, r, KV_HEADS, TILE),)
     partner = (rd + HALF) % DIM
-    cos = gl.load(cos_ptr + pos * HALF + rd % HALF)
-    sin = gl.load(sin_ptr + pos * HALF + rd % HALF)
-    sin = gl.where(rd < HALF, -sin, sin)
-    q_cos, q_sin, k_cos, k_sin = cos, sin, cos, sin
-    if QK_NORM:
-        q_cos = (gl.load(q_norm_ptr + rd).to(gl.float32) + norm_offset) * cos
-        q_sin = (gl.load(q_norm_ptr + partner).to(gl.float32) + norm_offset) * sin
-        k_cos = (gl.load(k_norm_ptr + rd).to(gl.float32) + norm_offset) * cos
-        k_sin = (gl.load(k_norm_ptr + partner).to(gl.float32) + norm_offset) * sin
+    factors = rotation(q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, pos, rd, partner, norm_offset, DIM, QK_NORM)
+    q_cos, q_sin, k_cos, k_sin = factors
     if PDL:
         grid_dependency("wait")
         grid_dependency("launch_dependents")
@@ -145,12 +147,7 @@ def _ring_attention_fp8_kernel(
     pair = gl.arange(0, HALF, layout=gl.SliceLayout(1, sums))
     v_even = sum_slabs(v_row + 2 * pair, slab_stride, pair >= 0, SLABS).to(gl.bfloat16).to(gl.float32)
     v_odd = sum_slabs(v_row + 2 * pair + 1, slab_stride, pair >= 0, SLABS).to(gl.bfloat16).to(gl.float32)
-    if QK_NORM:
-        q = gl.rsqrt(gl.sum(q * q, 1) / DIM + eps)[:, None] * (q * q_cos[None, :] + q_turned * q_sin[None, :])
-        k_new = gl.rsqrt(gl.sum(k_new * k_new, 0) / DIM + eps) * (k_new * k_cos + k_turned * k_sin)
-    else:
-        q = q * q_cos[None, :] + q_turned * q_sin[None, :]
-        k_new = k_new * k_cos + k_turned * k_sin
+    q, k_new = rotated(q, q_turned, k_new, k_turned, q_cos, q_sin, k_cos, k_sin, eps, DIM, QK_NORM)
     q = q.to(gl.bfloat16).to(gl.float32)
     k_new = k_new.to(gl.bfloat16).to(gl.float32)
     # as float16, which has more bits, with the largest of a head at 128 to 256
