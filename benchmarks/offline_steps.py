@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import LLM
+from headrace.model.checkpoint import resolve_checkpoint
 from headrace.scheduler.plan import StepPlan
 from headrace_bench.engine import Bench, shape_directory, shown
 from headrace_bench.roofline import Limits, measure_limits
@@ -90,7 +91,7 @@ def main() -> None:
     with LLM(shape_directory(args.config), **options) as llm:
         assert llm.engine is not None
         machine = measure_limits(llm.engine.device, llm.engine.dtype, cards)
-        own_head = not json.loads(Path(args.config).read_text()).get("tie_word_embeddings", False)
+        own_head = not resolve_checkpoint(llm.engine.config).ties_head(llm.engine.model.family)
         fp8_cache = args.kv_cache_dtype == "fp8"
         limits = Limits(llm.engine.model, llm.engine.dtype, machine, args.quantization, fp8_cache, own_head=own_head)
         bench, watch = Bench(llm, limits), Watch(llm.engine.core, limits)

@@ -75,11 +75,11 @@ def run(args: argparse.Namespace) -> int:
         for doubt in measured.warnings():
             print(f"headrace: warning: {doubt}", file=sys.stderr)
         config = llm.engine.config
-        source = resolve_checkpoint(config).config
-        stored = quantization_of(source)
+        source = resolve_checkpoint(config)
+        stored = quantization_of(source.config)
         quantization = config.quantization or ("mxfp4" if stored and stored.method == "mxfp4" else None)
         narrow = (quantization, config.kv_cache_dtype == "fp8") if on_cards else (None, False)
-        own_head = not source.get("tie_word_embeddings", llm.engine.model.family.startswith("gemma"))
+        own_head = not source.ties_head(llm.engine.model.family)
         limits = Limits(llm.engine.model, llm.engine.dtype, measured, *narrow, reading, own_head)
         bench = Bench(llm, limits)
         results: list[dict[str, Any]] = []

@@ -92,7 +92,6 @@ class CommandParser(argparse.ArgumentParser):
             return advice
         return next(filter(None, (nearest(word.partition("=")[0], known) for word in unknown if word.startswith("-"))), "")
 
-
     def _again(self, word: str, args: list[str]) -> str:
         """vLLM takes several values behind one option, as in `--served-model-name a b`."""
         option = args[max(0, args.index(word) - 2)] if word in args else ""

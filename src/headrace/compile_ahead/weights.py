@@ -32,7 +32,7 @@ def weights_without_data(
     is seen by its numbers.
     """
     plan, narrow = weight_plan(model), {}
-    tied = checkpoint.config.get("tie_word_embeddings", model.family.startswith("gemma"))
+    tied = checkpoint.ties_head(model.family)
     if quantization in MADE and (checkpoint.format == "dummy" or not checkpoint.quantized_to()):
         if tied and checkpoint.format != "dummy":  # and written out once more?
             tied = not {name for spec in plan if spec.optional for name, _ in spec.sources} <= checkpoint.tensors().keys()

@@ -53,6 +53,10 @@ class Checkpoint:
         """What the files name as the end of a text: each may be silent, or name only what ended the base model's texts."""
         return tuple(dict.fromkeys([*self.eos_token_ids, *of_tokenizer]))
 
+    def ties_head(self, family: str) -> bool:
+        """Whether the head is the embedding once more, by the config; where it does not say so, by what is usual."""
+        return bool(self.config.get("tie_word_embeddings", family.startswith("gemma")))
+
     def quantized_to(self) -> list[str]:
         """In which narrow numbers its matrices are, if they are."""
         if self.format == "dummy":

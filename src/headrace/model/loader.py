@@ -160,7 +160,7 @@ def random_tensors(
 ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Weights of a model that was never trained, by target: normal with deviation 0.02, norms around 1; always the same. A
     rank takes its part of each, so that all together have the same model as one."""
-    tied = source.config.get("tie_word_embeddings", config.family.startswith("gemma"))
+    tied = source.ties_head(config.family)
     parts = {part.target: part for part in parts_of(plan, config, shard)}
     generator = torch.Generator(device)
     for i, spec in enumerate(plan):

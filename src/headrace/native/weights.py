@@ -268,7 +268,7 @@ _RECODED = MappingProxyType({"Q5_0": _q5_0_as_q8_0, "IQ4_NL": _iq4_nl_as_q8_0})
 def _dummy_entries(source: Checkpoint, config: ModelConfig, plan: list[WeightSpec]) -> dict[str, TensorEntry]:
     """What a file of a dummy checkpoint would hold: floats of the config's dtype."""
     name, item = {"float32": ("F32", 4), "float16": ("F16", 2)}.get(config.dtype, ("BF16", 2))
-    tied = source.config.get("tie_word_embeddings", config.family.startswith("gemma"))
+    tied = source.ties_head(config.family)
     return {
         tensor: TensorEntry(tensor, (rows, *spec.shape[1:]), Encoding(name, 1, item), source.path, 0, 0)
         for spec in plan
