@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.formats.quantized import quantization_of
     from headrace_bench.prompts import PromptBench
-    from headrace_bench.roofline import Limits, dtype_of_products, measure_limits
+    from headrace_bench.roofline import Limits, dtype_of_products, measure_limits, sustained_flops
 
     options.setdefault("skip_tokenizer_init", True)
     options.setdefault("max_model_len", max(args.prefill_len, args.input_len + args.output_len, 2048) + 256)
@@ -95,6 +95,9 @@ def run(args: argparse.Namespace) -> int:
         if args.profile:
             bench.profile(args.batch[-1], args.input_len)
         machine = limits.machine.as_dict()
+        if on_cards:
+            kept = machine["sustained_flops"] = sustained_flops(llm.engine.device, products)
+            print(f"the card keeps up {kept / 1e12:.0f} of {measured.flops / 1e12:.0f} TFLOP/s for a second", flush=True)
     return report(args, results, machine)
 
 

@@ -18,6 +18,7 @@ time however small it is, is left out too.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ from headrace.model.families import weight_plan
 from headrace.worker.reading import Reading
 
 ROUNDS, ROUND_RUNS = 5, 6  # of each measurement
+SUSTAINED_RUNS = 8  # of the product, one behind the other
 DISAGREE = 0.03  # rounds that differ by more than this share measured something else as well
 
 
@@ -73,6 +75,19 @@ def measure_limits(device: torch.device, dtype: torch.dtype, cards: int = 1) -> 
     (moving, move_spread), (product, product_spread) = (best_and_spread(times) for times in zip(*rounds, strict=True))
     link = link_rate(device) if cards > 1 and device.type == "cuda" else 0.0
     return Machine(name, moved / moving, 2 * width**3 / product, move_spread, product_spread, cards, link)
+
+
+def sustained_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of the product that `measure_limits` times, in the second half of a second of them: by then a card
+    at its power limit has lowered its clock."""
+    a = torch.randn(8192, 8192, device=device).to(dtype)
+    began, rates = time.perf_counter(), []
+    while (now := time.perf_counter()) - began < 1.0:
+        for _ in range(SUSTAINED_RUNS):
+            torch.mm(a, a)
+        torch.cuda.synchronize(device)
+        rates.append(SUSTAINED_RUNS * 2 * 8192**3 / (time.perf_counter() - now))
+    return statistics.median(rates[len(rates) // 2 :])
 
 
 def link_rate(device: torch.device) -> float:
