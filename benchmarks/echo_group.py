@@ -45,6 +45,9 @@ class EchoGroup:
     def exchange(self, rows: int, width: int, dtype: torch.dtype) -> None:
         return None
 
+    def peer_bytes(self) -> int:
+        return 0
+
     def gather(self, part: Tensor) -> Tensor:
         return part.expand(self.shard.size, *part.shape)
 

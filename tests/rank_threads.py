@@ -73,6 +73,9 @@ class ThreadGroup:
     def exchange(self, rows: int, width: int, dtype: torch.dtype) -> ThreadExchange | None:
         return ThreadExchange(self, rows, width, dtype) if self.shard.size == 2 else None
 
+    def peer_bytes(self) -> int:
+        return 0
+
     def share(self, tensor: Tensor) -> None:
         first, *_ = self._exchange("share", tensor)
         tensor.copy_(first)

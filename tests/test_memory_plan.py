@@ -42,7 +42,7 @@ def model(tmp_path_factory) -> ModelConfig:
     return load_tiny(write_tiny("llama", tmp_path_factory.mktemp("tiny")))[0]
 
 
-def plan(model, device=CPU, dtype=torch.float32, weights=0, draft=None, loaded=True, cache_dtype=None, ranks=1, pushes=never, **options):
+def plan(model, device=CPU, dtype=torch.float32, weights=0, draft=None, loaded=True, cache_dtype=None, ranks=1, pushes=never, peers=0, **options):
     resolved = {"max_model_len": 4096, "block_size": 16, "max_num_batched_tokens": 2048, "max_num_seqs": 256, **options}
     config = EngineConfig(skip_tokenizer_init="speculative_max_rows" not in options, **resolved)
     limits = resolve(config, model, device)
@@ -50,7 +50,7 @@ def plan(model, device=CPU, dtype=torch.float32, weights=0, draft=None, loaded=T
     return plan_memory(
         config, limits, model, dtype, device, weight_bytes=weights, workspace_bytes=0, draft=draft, loaded=loaded,
         activation_bytes=limits.max_num_batched_tokens * widest * dtype.itemsize, cache_dtype=cache_dtype,
-        draft_block_bytes=0 if draft is None else 1000, ranks=ranks, pushes=pushes,
+        draft_block_bytes=0 if draft is None else 1000, ranks=ranks, pushes=pushes, peer_bytes=peers,
     )  # fmt: skip
 
 
@@ -105,6 +105,19 @@ def test_a_model_of_several_on_a_card_plans_its_share_of_it(model, card):
         assert share.budget == (20 + others) * GIB and 19 * GIB < terms + share.kv <= 20 * GIB
     card((80 - 60 - 5) * GIB, 5 * GIB)
     assert plan(model, CARD, torch.bfloat16, weights=5 * GIB, memory_bytes=20 * GIB).budget == int(80 * GIB * 0.9)
+
+
+def test_what_two_cards_exchange_is_of_the_models_share(model, card):
+    """The driver's, so that torch counts it as little as what others have taken; without a share nothing changes."""
+    card((80 - 30 - 5) * GIB, 5 * GIB)
+    share = {"weights": 5 * GIB, "memory_bytes": 20 * GIB, "max_num_seqs": 1024, "max_model_len": 65536, "ranks": 2}
+    without = plan(model, CARD, torch.bfloat16, **share)
+    card((80 - 30 - 5) * GIB - GIB // 4, 5 * GIB)
+    shared = plan(model, CARD, torch.bfloat16, peers=GIB // 4, **share)
+    assert shared.workspaces == GIB // 4 and shared.budget == without.budget
+    assert 0 <= without.kv - GIB // 4 - shared.kv < without.kv // without.num_blocks
+    del share["memory_bytes"]
+    assert plan(model, CARD, torch.bfloat16, peers=GIB // 4, **share).num_blocks == plan(model, CARD, torch.bfloat16, **share).num_blocks
 
 
 def test_a_process_that_has_loaded_more_gets_no_less_cache(tmp_path, monkeypatch):

@@ -37,6 +37,9 @@ class PlayedGroup:
     def exchange(self, rows: int, width: int, dtype: torch.dtype) -> PlayedExchange | None:
         return PlayedExchange(rows, width, dtype) if self.shard.size == 2 else None
 
+    def peer_bytes(self) -> int:
+        return 0
+
     def gather(self, part: Tensor) -> Tensor:
         return part.expand(self.shard.size, *part.shape)
 

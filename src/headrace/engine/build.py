@@ -303,6 +303,7 @@ def planned(
         draft_block_bytes=draft.block_bytes(limits.block_size) if draft else 0,
         ranks=config.tensor_parallel_size,
         pushes=lambda n: group is not None and group.push_space(n, model.hidden_size, forward.dtype) is not None,
+        peer_bytes=0 if group is None else group.peer_bytes(),
     )  # fmt: skip
     plan.log()
     return plan

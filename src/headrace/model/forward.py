@@ -1,4 +1,4 @@
-"""What the engine asks of whatever runs a model. Which one does is chosen in engine/build.py, for target and draft alike."""
+"""What the engine asks of whatever runs a model. Which one does is chosen in engine/forwards.py, for target and draft alike."""
 
 from __future__ import annotations
 

@@ -130,6 +130,10 @@ class Group(Protocol):
         """Memory for sums of up to so many rows that are not captured, of two cards that see each other's. Not in a step."""
         ...
 
+    def peer_bytes(self) -> int:
+        """What both have taken of this rank's card, beside what torch counts."""
+        ...
+
     def gather(self, part: Tensor) -> Tensor:
         """[size, *part.shape]: all parts, in the order of ranks."""
         ...

@@ -83,6 +83,9 @@ class CardGroup(ProcessGroup):
         logger.info("sums of up to %d rows go on beside products: %.1f MB", rows, self._copied[-1].nbytes / 1e6)
         return self._copied[-1]
 
+    def peer_bytes(self) -> int:
+        return sum(space.slots.nbytes for space in self._spaces) + sum(copied.nbytes for copied in self._copied)
+
     def sum(self, part: Tensor) -> Tensor:
         if part.dim() == 2:
             space = self.push_space(part.shape[0], part.shape[1], part.dtype)

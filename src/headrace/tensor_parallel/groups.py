@@ -58,6 +58,9 @@ class ProcessGroup:
     def exchange(self, rows: int, width: int, dtype: torch.dtype) -> Exchange | None:
         return None
 
+    def peer_bytes(self) -> int:
+        return 0
+
     def share(self, tensor: Tensor) -> None:
         if not tensor.numel():
             return

@@ -44,7 +44,7 @@ class MemoryPlan:
 
     budget: int
     weights: int  # of the model and of a draft model
-    workspaces: int  # of attention and of the small-batch path, and tables of positions
+    workspaces: int  # of attention and of the small-batch path, tables of positions, and where ranks' cards meet
     activations: int  # of the largest step: max_num_batched_tokens rows
     logits: int  # of max_num_seqs rows and the drafts, with the float32 copies that processing makes
     state: int  # slot tables and penalty counts
@@ -151,22 +151,24 @@ def plan_memory(
     draft_block_bytes: int = 0,
     ranks: int = 1,
     pushes: Callable[[int], bool] = never,
+    peer_bytes: int = 0,
 ) -> MemoryPlan:
     """Divide the device's memory, where the weights are already unless `loaded` says no. `limits.num_blocks` is what could be
     used, or was asked for; `dtype` is that of the logits, and of keys and values without a `cache_dtype`.
 
     `draft`: a draft model or head, whose weights and workspaces are in those terms. `ranks`: `model` and weights are the part
     of one of so many, each of which has a card to itself, or its share of the machine's memory; `pushes` says whether a sum of
-    so many rows meets in memory that all cards see. Raises CapacityError with the numbers and the options to change.
+    so many rows meets in memory that all cards see, of which this card has taken `peer_bytes` by the driver. Raises
+    CapacityError with the numbers and the options to change.
     """
-    terms = {"weights": weight_bytes, "workspaces": workspace_bytes, "activations": activation_bytes}
+    terms = {"weights": weight_bytes, "workspaces": workspace_bytes + peer_bytes, "activations": activation_bytes}
     terms |= terms_of_limits(config, limits, model, dtype, device.type == "cuda", draft, ranks, pushes)
     state_bytes = 0 if model.delta is None else StatePool.bytes_per_row(model.delta, dtype, limits.max_drafts)
     used_by_others = 0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * config.gpu_memory_utilization)
-        used_by_others = max(0, total - free - torch.cuda.memory_reserved(device))
+        used_by_others = max(0, total - free - torch.cuda.memory_reserved(device) - peer_bytes)
         if config.memory_bytes is not None:  # the rest is for other models
             budget = min(budget, used_by_others + config.memory_bytes)
     else:
