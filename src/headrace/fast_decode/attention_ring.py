@@ -23,14 +23,42 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.fast_decode.attention_reference import HeadShape
-from headrace.fast_decode.ring_gemm import await_parts, grid_dependency, say_done
+from headrace.fast_decode.ring_gemm import await_parts, say_done
 from headrace.fast_decode.ring_tile import KEYS, RingAttention
 from headrace.kernels.activation import soft_cap
+from headrace.kernels.gluon_launch import grid_dependency
 from headrace.kernels.launch import pdl
 from headrace.kernels.rounded import put
 from headrace.kernels.split import SplitSpace
 
 TILE, HEADS_AT_ONCE = KEYS, 8  # keys of a step; query heads of a key-value head at most
+
+
+@gluon.jit
+def full_barriers(RING: gl.constexpr):
+    """Of each place of the rings of keys and of values, that it is filled."""
+    k_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(RING):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    return k_full, v_full
+
+
+@gluon.jit
+def share_of(lens_ptr, b, num_splits, window, TILE: gl.constexpr, HAS_WINDOW: gl.constexpr):
+    """(position of a sequence's new token, -1 in a padded row; the oldest token that it sees; the tile with that; how many
+    tiles there are from it on; how many of them a program has)."""
+    # past the L1 cache: what is read before the wait may have changed since this SM read it last
+    pos = gl.load(lens_ptr + b, cache_modifier=".cg") - 1
+    oldest = 0
+    if HAS_WINDOW:
+        oldest = gl.maximum(pos - window + 1, 0)
+    begin = oldest // TILE
+    tiles = pos // TILE - begin + 1
+    return pos, oldest, begin, tiles, (tiles + num_splits - 1) // num_splits
 
 
 @gluon.jit
@@ -67,6 +95,23 @@ def sum_slabs(pointers, slab_stride, mask, SLABS: gl.constexpr):
     for j in gl.static_range(1, SLABS):
         x += gl.load(pointers + j * slab_stride, mask=mask, other=0.0)
     return x
+
+
+@gluon.jit
+def new_numbers(
+    qkv_ptr, b, head, rg, rd, partner, g_ok, slab_stride,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, SLABS: gl.constexpr,
+):  # fmt: skip
+    """A head's queries [ROWS, DIM] and its key [DIM] of a row, each with the partners of its numbers; where its value lies."""
+    row = qkv_ptr + b * ((HEADS + 2 * KV_HEADS) * DIM)
+    q_row = row + (head * (HEADS // KV_HEADS) + rg)[:, None] * DIM
+    k_row = row + (HEADS + head) * DIM
+    v_row = k_row + KV_HEADS * DIM
+    q = sum_slabs(q_row + rd[None, :], slab_stride, g_ok, SLABS)
+    q_turned = sum_slabs(q_row + partner[None, :], slab_stride, g_ok, SLABS)
+    k_new = sum_slabs(k_row + rd, slab_stride, rd >= 0, SLABS)
+    k_turned = sum_slabs(k_row + partner, slab_stride, rd >= 0, SLABS)
+    return q, q_turned, k_new, k_turned, v_row
 
 
 @gluon.jit
@@ -174,21 +219,8 @@ def _ring_attention_kernel(
     v_ring = gl.allocate_shared_memory(gl.bfloat16, [RING, TILE, DIM], v_tiles.layout)
     q_kept = gl.allocate_shared_memory(gl.bfloat16, [ROWS, DIM], kept)
     p_kept = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, ROWS, TILE], kept)
-    k_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(RING):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    # past the L1 cache: what is read before the wait may have changed since this SM read it last
-    pos = gl.load(lens_ptr + b, cache_modifier=".cg") - 1  # of the new token; -1 in a padded row
-    oldest = 0  # token that is seen
-    if HAS_WINDOW:
-        oldest = gl.maximum(pos - window + 1, 0)
-    begin = oldest // TILE
-    tiles = pos // TILE - begin + 1
-    share = (tiles + num_splits - 1) // num_splits
+    k_full, v_full = full_barriers(RING)
+    pos, oldest, begin, tiles, share = share_of(lens_ptr, b, num_splits, window, TILE, HAS_WINDOW)
     first = begin + split * share
     rg = gl.arange(0, ROWS, layout=gl.SliceLayout(1, prep))
     rd = gl.arange(0, DIM, layout=gl.SliceLayout(0, prep))
@@ -216,14 +248,9 @@ def _ring_attention_kernel(
     if PDL:
         grid_dependency("wait")
         grid_dependency("launch_dependents")
-    row = qkv_ptr + b * ((HEADS + 2 * KV_HEADS) * DIM)
-    q_row = row + (head * GROUP + rg)[:, None] * DIM
-    k_row = row + (HEADS + head) * DIM
-    v_row = k_row + KV_HEADS * DIM
-    q = sum_slabs(q_row + rd[None, :], slab_stride, g_ok, SLABS)
-    q_turned = sum_slabs(q_row + partner[None, :], slab_stride, g_ok, SLABS)
-    k_new = sum_slabs(k_row + rd, slab_stride, rd >= 0, SLABS)
-    k_turned = sum_slabs(k_row + partner, slab_stride, rd >= 0, SLABS)
+    q, q_turned, k_new, k_turned, v_row = new_numbers(
+        qkv_ptr, b, head, rg, rd, partner, g_ok, slab_stride, HEADS, KV_HEADS, DIM, SLABS
+    )
     v_new = sum_slabs(v_row + rd, slab_stride, rd >= 0, SLABS).to(gl.bfloat16)
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(1, sums))
     v_own = sum_slabs(v_row + dims, slab_stride, dims >= 0, SLABS).to(gl.bfloat16).to(gl.float32)

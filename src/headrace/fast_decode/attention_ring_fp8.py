@@ -28,16 +28,19 @@ from headrace.fast_decode.attention_ring import (
     HEADS_AT_ONCE,
     TILE,
     ask_tile,
+    full_barriers,
     leave,
+    new_numbers,
     places_of_sizes,
     rotated,
     rotation,
+    share_of,
     sum_slabs,
 )
-from headrace.fast_decode.ring_gemm import grid_dependency
 from headrace.fast_decode.ring_tile import RingAttention
 from headrace.kernels.activation import soft_cap
 from headrace.kernels.fp8_cache import fp8_factors, largest, nearest_fp8
+from headrace.kernels.gluon_launch import grid_dependency
 from headrace.kernels.launch import pdl
 from headrace.kernels.rounded import put
 from headrace.kernels.split import SplitSpace
@@ -86,21 +89,8 @@ def _ring_attention_fp8_kernel(
     v_ring = gl.allocate_shared_memory(gl.int16, [RING, TILE, HALF], v_tiles.layout)
     q_kept = gl.allocate_shared_memory(gl.float16, [2, ROWS, HALF], kept)
     p_kept = gl.allocate_shared_memory(gl.float16, [CHUNK, ROWS, TILE], kept)
-    k_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(RING):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    # past the L1 cache: what is read before the wait may have changed since this SM read it last
-    pos = gl.load(lens_ptr + b, cache_modifier=".cg") - 1  # of the new token; -1 in a padded row
-    oldest = 0  # token that is seen
-    if HAS_WINDOW:
-        oldest = gl.maximum(pos - window + 1, 0)
-    begin = oldest // TILE
-    tiles = pos // TILE - begin + 1
-    share = (tiles + num_splits - 1) // num_splits
+    k_full, v_full = full_barriers(RING)
+    pos, oldest, begin, tiles, share = share_of(lens_ptr, b, num_splits, window, TILE, HAS_WINDOW)
     first = begin + split * share
     rg = gl.arange(0, ROWS, layout=gl.SliceLayout(1, prep))
     rd = gl.arange(0, DIM, layout=gl.SliceLayout(0, prep))
@@ -135,14 +125,9 @@ def _ring_attention_fp8_kernel(
     if PDL:
         grid_dependency("wait")
         grid_dependency("launch_dependents")
-    row = qkv_ptr + b * ((HEADS + 2 * KV_HEADS) * DIM)
-    q_row = row + (head * GROUP + rg)[:, None] * DIM
-    k_row = row + (HEADS + head) * DIM
-    v_row = k_row + KV_HEADS * DIM
-    q = sum_slabs(q_row + rd[None, :], slab_stride, g_ok, SLABS)
-    q_turned = sum_slabs(q_row + partner[None, :], slab_stride, g_ok, SLABS)
-    k_new = sum_slabs(k_row + rd, slab_stride, rd >= 0, SLABS)
-    k_turned = sum_slabs(k_row + partner, slab_stride, rd >= 0, SLABS)
+    q, q_turned, k_new, k_turned, v_row = new_numbers(
+        qkv_ptr, b, head, rg, rd, partner, g_ok, slab_stride, HEADS, KV_HEADS, DIM, SLABS
+    )
     v_new = sum_slabs(v_row + rd, slab_stride, rd >= 0, SLABS).to(gl.bfloat16).to(gl.float32)
     pair = gl.arange(0, HALF, layout=gl.SliceLayout(1, sums))
     v_even = sum_slabs(v_row + 2 * pair, slab_stride, pair >= 0, SLABS).to(gl.bfloat16).to(gl.float32)

@@ -24,16 +24,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from headrace.fast_decode.epilogues import Plan, split_width, sumsq_block
 from headrace.fast_decode.ring_tile import RingTile, row_block
 from headrace.kernels.activation import activate, soft_cap
+from headrace.kernels.gluon_launch import grid_dependency
 from headrace.model.weight import Weight
 
 WAITS_FROM = 64  # rows of a tile: its last split waits for the others and keeps its own sums; of fewer the one that comes last
-
-
-@gluon.jit
-def grid_dependency(what: gl.constexpr, WARPS: gl.constexpr = 4):
-    """griddepcontrol, by every thread (see launch.py)."""
-    thread = gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    gl.inline_asm_elementwise("griddepcontrol." + what + "; mov.u32 $0, $1;", "=r,r", [thread], gl.int32, False, 1)
 
 
 @gluon.jit

@@ -23,18 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.kernels.attention_prefill import is_bounded
+from headrace.kernels.gluon_launch import grid_dependency
 from headrace.kernels.launch import pdl
 
 ROWS = 64  # of a group: of so many tensor cores' products are made
 TILE = 64  # keys of a step, a block of the cache
 LOG2_E = 1.4426950408889634
-
-
-@gluon.jit
-def grid_dependency(what: gl.constexpr):
-    """griddepcontrol, by every thread (see launch.py)."""
-    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    gl.inline_asm_elementwise("griddepcontrol." + what + "; mov.u32 $0, $1;", "=r,r", [thread], gl.int32, False, 1)
 
 
 @gluon.jit

@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from headrace.kernels.attention_roles import grid_dependency
 from headrace.kernels.experts_sort import Sorted, placed, tile_end, tile_expert, tile_first
+from headrace.kernels.gluon_launch import grid_dependency
 from headrace.kernels.launch import pdl, takes_gluon
 from headrace.kernels.narrow import NarrowMatrix, are_mxfp4
 
