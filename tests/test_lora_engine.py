@@ -163,7 +163,9 @@ class Server:
     def __init__(self, client: EngineClient):
         self.client = client
         config = ServerConfig(served_model_names=("tiny",), api_keys=("user",), admin_keys=("boss",))
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(create_app(client, config)), base_url="http://test")
+        app = create_app(client, config)
+        self.ctx = app.state.api
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
     async def post(self, path: str, key: str = "user", **body) -> tuple[int, dict]:
         answer = await self.http.post(path, json=body, headers={"authorization": f"Bearer {key}"})
@@ -197,6 +199,42 @@ def served(supply: Supply, play: Callable[[Server], Awaitable[None]]) -> None:
             turning.cancel()
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize("member", ["tokenize", "limits.admit"])
+def test_one_that_goes_while_a_request_is_prepared_is_not_there(supply: Supply, monkeypatch, member: str) -> None:
+    """The model itself would answer in its name."""
+
+    async def play(server: Server) -> None:
+        *place, name = member.split(".")
+        holder = getattr(server.ctx, place[0]) if place else server.ctx
+        prepare = getattr(holder, name)
+
+        async def too_late(*args, **kwargs):
+            assert await server.unload("ranks") == 200
+            return await prepare(*args, **kwargs)
+
+        monkeypatch.setattr(holder, name, too_late)
+        status, answer = await server.post("/v1/completions", model="ranks", prompt=PROMPTS[0], max_tokens=3)
+        assert (status, answer["error"]["code"]) == (404, "model_not_found"), answer
+
+    served(supply, play)
+
+
+def test_names_with_and_without_a_tag(supply: Supply, wanted) -> None:
+    """As Ollama writes and reads them: a name without one means `:latest`."""
+
+    async def play(server: Server) -> None:
+        assert await server.load("some:latest", "some") == 200
+        for name in ("some", "some:latest", "ranks", "ranks:latest"):
+            body = {"model": name, "prompt": PROMPTS[0], "raw": True, "stream": False}
+            status, answer = await server.post("/api/generate", **body, options={"num_predict": 10, "temperature": 0, "repeat_penalty": 1})
+            assert status == 200
+            _, same = await server.post("/v1/completions", model=name, prompt=PROMPTS[0], max_tokens=10, temperature=0)
+            assert answer["response"] == same["choices"][0]["text"]
+            assert await server.says(name) == wanted[name.removesuffix(":latest")][0]
+
+    served(supply, play)
 
 
 def test_names_of_adapters_are_names_of_models(supply: Supply, wanted) -> None:

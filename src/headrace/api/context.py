@@ -33,6 +33,7 @@ from headrace.text.inputs import InputProcessor
 if TYPE_CHECKING:
     from headrace.api.tracing import Tracing  # needs an extra
 
+LATEST = ":latest"  # a model's tag where none is named
 Prompt = str | list[int]
 T = TypeVar("T")
 
@@ -80,8 +81,14 @@ class ApiContext:
     def adapter_of(self, name: str | None) -> str:
         """The adapter that a request means by its model's name; nothing: the model itself."""
         known = self.engine.adapters()
-        found = next((one for one in (name, (name or "").removesuffix(":latest")) if one in known), None)
+        found = next((one for one in spellings(name) if one in known), None)
         return found if found is not None and found not in self.model_names else ""
+
+    def adapter_asked(self, name: str | None) -> str:
+        """The same when a request begins. Raises the 404 of one that has gone since its name was checked: without it the model
+        itself would answer."""
+        self.check_model(name, optional=True)
+        return self.adapter_of(name)
 
     def refuse_adapter(self, name: str | None) -> None:
         """Raises the 400 of an adapter, which only generates."""
@@ -95,12 +102,12 @@ class ApiContext:
             return name
         if name is None and not optional and self.config.unknown_fields == "refuse":
             raise bad_request("model: a name is needed.", "model", "missing_required_parameter")
-        if name is None or (self.config.any_model_name and name not in self.model_names):
+        served = any(one in self.model_names for one in spellings(name))
+        if name is None or (self.config.any_model_name and not served):
             return self.model_names[0]
-        if name not in self.model_names and name.removesuffix(":latest") not in self.model_names:  # as /api/tags calls it
+        if not served:
             shown = name if len(name) <= 200 else name[:200] + "..."
-            served = ", ".join(self.all_names[:50])
-            text = f"The model `{shown}` does not exist; served here: {served}"
+            text = f"The model `{shown}` does not exist; served here: {', '.join(self.all_names[:50])}"
             raise ApiError(404, text, param="model", code="model_not_found")
         return name
 
@@ -216,6 +223,11 @@ class ApiContext:
                 field if len(ids) >= limit or asked is None else limit_name, "context_length_exceeded",
             )  # fmt: skip
         return ids, self.inputs.complete(params, len(ids))
+
+
+def spellings(name: str | None) -> tuple[str, ...]:
+    """Of one model's name, the likeliest first: without a tag it means `:latest`, as Ollama has it."""
+    return () if name is None else (name, name.removesuffix(LATEST), name + LATEST)
 
 
 def for_sample(params: SamplingParams, index: int) -> SamplingParams:

@@ -46,7 +46,6 @@ class Sample:
     def __init__(self, answer: Answer, prompt_ids: array, params: SamplingParams, choice: Choice):
         self.request_id, self.prompt_ids, self.params, self.choice = new_id(f"{answer.id}-"), prompt_ids, params, choice
         self.body = body = answer.body
-        params.lora = answer.ctx.adapter_of(body.model)
         self.priority, self.cache_salt = body.priority or 0, body.cache_salt or ""
         self.text = SampleStream(answer.ctx.engine.tokenizer, params, prompt_ids)
 
@@ -156,6 +155,7 @@ async def run_sample(
     ctx: ApiContext, sample: Sample, ticket: Ticket, stream: EventStream | None, arrival: float, endpoint: str
 ) -> None:
     """Drive one sample to its end. A stop string found in its text ends it at once: closing the generator aborts it."""
+    sample.params.lora = ctx.adapter_asked(sample.body.model)
     choice, taker = sample.choice, SampleTaker(sample, stream)
     num_prompt = len(sample.prompt_ids)
     first: float | None = None

@@ -19,7 +19,6 @@ from headrace.errors import ParameterError
 from headrace.sampling.checks import check_int, check_strings
 from headrace.sampling.params import SamplingParams
 
-LATEST = ":latest"
 ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = ("low", "medium", "high", "max")
 # option -> our parameter
@@ -135,11 +134,7 @@ class ShowRequest(Body, kw_only=True):
 
 
 def model_of(ctx: ApiContext, name: str | None) -> str:
-    """The name to report: as it was asked for. One without a tag means `:latest`. Raises the 404 of this API."""
-    if name is not None:
-        for known in (name, name.removesuffix(LATEST), name + LATEST):
-            if known in ctx.all_names:
-                return name
+    """The name to report: as it was asked for. Raises the 404 of this API."""
     try:
         return ctx.check_model(name)
     except ApiError as error:

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace.api.body import read_json
-from headrace.api.context import ApiContext
+from headrace.api.context import LATEST, ApiContext
 from headrace.api.errors import ApiError
-from headrace.api.ollama_input import DEFAULTS, LATEST, OPTIONS, ShowRequest, model_of
+from headrace.api.ollama_input import DEFAULTS, OPTIONS, ShowRequest, model_of
 from headrace.api.protocol import Body
 from headrace.api.service import json_response
 from headrace.api.sse import LINES

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
 
+from headrace.api.context import spellings
 from headrace.api.errors import ApiError, bad_request
 from headrace.engine.interface import CoreStatus, EngineStatus
 from headrace.engine.stats import CoreStats
@@ -14,7 +15,6 @@ from headrace.lora.version import Version
 from headrace.several_models.served import ServedModel
 from headrace.several_models.switch import Entry, State, Switch
 
-LATEST = ":latest"  # a name without a tag means this, in Ollama's API
 
 
 class Models:
@@ -51,12 +51,11 @@ class Models:
         """Of models and adapters."""
         return [name for model in self.served for name in (*model.spec.names, *model.adapters())]
 
-    def find(self, name: str | None, *, tagged: bool = False) -> int | None:
-        """The number of the model that a request means; None: there is no such one, or it named none and there is no default.
-        `tagged`: as in Ollama's API, where one without a tag means `:latest`; its names are taken everywhere."""
+    def find(self, name: str | None) -> int | None:
+        """The number of the model that a request means; None: there is no such one, or it named none and there is no default."""
         if name is None:
             return self.default
-        forms = (name, name.removesuffix(LATEST), *((name + LATEST,) if tagged else ()))
+        forms = spellings(name)
         found = next((self._by_name[form] for form in forms if form in self._by_name), None)
         if found is None:  # an adapter's name means its model
             found = next((i for i, model in enumerate(self.served) if any(form in model.adapters() for form in forms)), None)
@@ -144,7 +143,7 @@ def _added(first: CoreStats, second: CoreStats) -> CoreStats:
 
 def chosen(models: Models, name: str | None, tagged: bool = False) -> int:
     """As `Models.find`. Raises ApiError: 404 for a model that is not here, 400 where one must be named."""
-    number = models.find(name, tagged=tagged)
+    number = models.find(name)
     if number is not None:
         return number
     if name is None:
