@@ -16,7 +16,6 @@ from headrace.several_models.served import ServedModel
 from headrace.several_models.switch import Entry, State, Switch
 
 
-
 class Models:
     """Raises nothing when it is made: the models fit, and their names differ, for whoever made them has seen to that."""
 
@@ -52,7 +51,7 @@ class Models:
         return [name for model in self.served for name in (*model.spec.names, *model.adapters())]
 
     def find(self, name: str | None) -> int | None:
-        """The number of the model that a request means; None: there is no such one, or it named none and there is no default."""
+        """The number of the model that a request means; None: it is not here, or none was named and there is no default."""
         if name is None:
             return self.default
         forms = spellings(name)
