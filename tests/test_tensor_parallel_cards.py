@@ -37,7 +37,7 @@ class Backend:
 def backend(monkeypatch) -> Iterator[Backend]:
     backend = Backend()
     monkeypatch.setattr(groups, "_gloo", lambda store, shard: backend)
-    monkeypatch.setattr(cards, "NCCL_SETTINGS", {})
+    monkeypatch.setattr(cards, "prepare_nccl", lambda: None)
     monkeypatch.setattr(cards, "_release", lambda group: None)  # needs streams
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: True)
     yield backend

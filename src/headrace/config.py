@@ -169,6 +169,12 @@ def prepare_threads() -> None:
         os.environ["OMP_NUM_THREADS"] = str(usable_cores())
 
 
+def prepare_nccl() -> None:
+    """What NCCL, and torch beside it, read when a process group is made. What the user has set stands."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # the switch would add up in an order of its own
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # that a rank has died is seen by others
+
+
 def python_of_child(*words: object) -> list[str]:
     """A command of this Python that takes no modules from the current directory (-P): a model's may lie there."""
     return [sys.executable, "-P", *map(str, words)]

@@ -11,7 +11,7 @@ _builder: int | None = None  # the process that made an engine, this one or one 
 
 def claim_process() -> None:
     """An engine is to be made here. Raises EngineDeadError in a fork of a process that has made one."""
-    global _builder
+    global _builder  # noqa: PLW0603  (of the process)
     _builder = _builder or os.getpid()
     refuse_fork_of(_builder)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import threading
 import time
 import weakref
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from headrace.config import prepare_nccl
 from headrace.errors import EngineDeadError
 from headrace.kernels.all_reduce import PushSpace, all_reduce, ordered_sum, slots_shape, wire
 from headrace.kernels.sample_ranks import WORDS, max_rows
@@ -38,18 +38,13 @@ PUSH_BYTES = 32 << 20
 RELEASE_SECONDS = 60.0  # for which kernels that wait for a dead rank are let go, also those that are still to come
 SETTLE_SECONDS = 4.0  # at most until they are let go; after that the process is of no use
 ZEROS_BYTES = 4 << 20  # on the host: all places of a space are as many as tens of these
-NCCL_SETTINGS = {
-    "NCCL_NVLS_ENABLE": "0",  # the switch would add up in an order of its own
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # that a rank has died is seen by others
-}
 
 
 class CardGroup(ProcessGroup):
     """A Group. Its tensors are on this rank's card."""
 
     def __init__(self, shard: Shard, device: torch.device, store: dist.Store):
-        for name, value in NCCL_SETTINGS.items():
-            os.environ.setdefault(name, value)
+        prepare_nccl()
         super().__init__(shard, device, store)
         self._spaces: list[PushSpace] = []
         self._copied: list[CopiedParts] = []
