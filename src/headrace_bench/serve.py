@@ -70,8 +70,8 @@ def add_load(load) -> None:
     load.add_argument("--seed", type=int, metavar="N", default=0, help="of prompts, lengths and arrivals")
 
 
-def add_datasets(data, names: tuple[str, ...], words: str = "what is asked") -> None:
-    data.add_argument("--dataset-name", choices=names, default="random", help=words)
+def add_datasets(data, names: tuple[str, ...]) -> None:
+    data.add_argument("--dataset-name", choices=names, default="random", help="what is asked")
     data.add_argument("--dataset-path", type=text, metavar="FILE", help="custom: a JSONL file of prompts or of lengths")
     for name, default, words in (
         ("random-input-len", 1024, "random: prompt tokens"),

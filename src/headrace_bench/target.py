@@ -207,10 +207,11 @@ class Target:
             measured.output_tokens = sum(measured.counts) or len(measured.gaps) + 1
         return measured
 
-    async def largest_token_id(self, limit: int = 32768) -> int | None:
+    async def largest_token_id(self) -> int | None:
         """A power of two below which the server takes token ids as prompt; None: it takes none."""
         if self.endpoint != "completions":
             return None
+        limit = 1 << 15
         while limit >= 64:
             if (await self.send(Plan([limit - 1] * 2, 1))).success:
                 return limit

@@ -14,8 +14,8 @@ from headrace.model.batch import ForwardBatch
 class TorchLatentAttention(TorchAttention):
     """q [T, heads, row] -> [T, heads * rank]; all heads of a row meet the same keys in one product."""
 
-    def __init__(self, rank: int, scratch_bytes: int = 64 << 20, tile_rows: int = 256):
-        super().__init__(scratch_bytes, tile_rows)
+    def __init__(self, rank: int):
+        super().__init__()
         self.rank = rank
 
     def attend(

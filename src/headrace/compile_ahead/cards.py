@@ -52,14 +52,14 @@ def named_card(name: str) -> Card:
     return card
 
 
-def present_card(index: int = 0) -> Card | None:
-    """Of the cards that this process may see, asked of the driver itself: no context is made, and torch is not needed."""
+def present_card() -> Card | None:
+    """The first card that this process may see, asked of the driver itself: no context is made, and torch is not needed."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
     device, number, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetName(name, 256, device):
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceGetName(name, 256, device):
         return None
     found, size = [], ctypes.c_size_t()
     if driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):

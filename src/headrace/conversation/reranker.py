@@ -43,7 +43,7 @@ class QueryPrompt(NamedTuple):
 class Reranker:
     """Prompts of pairs, and the ids of both answers. Safe to use from several threads."""
 
-    def __init__(self, tokenizer: Any, template: ChatTemplate | None = None, literal: LiteralContent | None = None):
+    def __init__(self, tokenizer: Any, template: ChatTemplate | None, literal: LiteralContent | None):
         """`template`: the checkpoint's own, if it takes pairs; None: the published form. Raises ParameterError."""
         words = [tokenizer.encode(word, add_special_tokens=False) for word in ("yes", "no")]
         if any(len(ids) != 1 for ids in words):

@@ -122,16 +122,14 @@ def give_back(device: torch.device) -> None:
         give_memory_back()
 
 
-def build_engine(
-    config: EngineConfig, *, checkpoint: Checkpoint | None = None, progress: bool = False, adapters: bool = False
-) -> Engine:
+def build_engine(config: EngineConfig, *, progress: bool = False, adapters: bool = False) -> Engine:
     """Load the checkpoint and make an engine of it, which is yet to `prepare`. `adapters`: see check_options. Raises
     CheckpointError, CapacityError, ParameterError, EngineDeadError."""
     claim_process()
     if config.data_parallel_size != 1:
         raise ParameterError("data_parallel_size", config.data_parallel_size, "1 here: several cores need `headrace serve`")
     began = time.perf_counter()
-    checkpoint = checkpoint or resolve_checkpoint(config)
+    checkpoint = resolve_checkpoint(config)
     model = model_config_from_hf(checkpoint.config)
     check_options(config, checkpoint, model, adapters=adapters)
     if checkpoint.text_of is not None:

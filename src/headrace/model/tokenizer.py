@@ -151,7 +151,7 @@ class Tokenizer:
     def _ids(self, texts: list[str], by_backend: bool) -> list[list[int]]:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=by_backend)]
 
-    def spans(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, int]]:
+    def spans(self, text: str, add_special_tokens: bool) -> list[tuple[int, int]]:
         """Of each token of encode(text), the characters of the text that it was made from: begin and end. They may overlap;
         a token that was put around the text has none."""
         encoding = self.backend.encode(text, add_special_tokens=add_special_tokens and self._prefix is None)

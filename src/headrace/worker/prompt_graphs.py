@@ -89,7 +89,7 @@ def prompt_graphs(
         return None
     assert isinstance(forward, Decoder)
     most = captured_tokens(forward.config, max_tokens)
-    return PromptGraphs(forward, kv, state, max_num_seqs, max_model_len, most, pool=pool)
+    return PromptGraphs(forward, kv, state, max_num_seqs, max_model_len, most, pool)
 
 
 class PromptGraphs(StepGraphs[PromptKey]):
@@ -99,14 +99,14 @@ class PromptGraphs(StepGraphs[PromptKey]):
 
     def __init__(
         self, decoder: Decoder, kv: KVCache, state: BatchState, max_num_seqs: int, max_model_len: int, max_tokens: int,
-        max_graphs: int = MAX_PROMPT_GRAPHS, pool: Pool | None = None,
+        pool: Pool,
     ):  # fmt: skip
         self.decoder: Decoder = decoder
         self.kv = kv
         self.sizes, self.seq_sizes = token_sizes(max_tokens), seq_sizes(max_num_seqs)
         self.buckets = context_buckets(CONTEXTS, max_model_len)
         device, seqs = state.device, self.seq_sizes[-1]
-        super().__init__(state, Mailbox(2 * seqs, device, NUMBERS), max_graphs, pool)
+        super().__init__(state, Mailbox(2 * seqs, device, NUMBERS), MAX_PROMPT_GRAPHS, pool)
         self._ends, self._rows = Rows.empty(2 * seqs, device), TokenRows.empty(self.sizes[-1], seqs, device)
         self._each_alone = torch.arange(seqs + 1, dtype=torch.int32, device=device)
         self._logits = torch.empty((seqs, decoder.logit_columns), dtype=decoder.dtype, device=device)
