@@ -267,6 +267,24 @@ def test_terminal(endless, options):
         os.close(terminal.master)
 
 
+def test_a_terminal_has_its_cursor_back(endless):
+    """Whoever ends the program in the middle of an answer."""
+    code = "import sys; from headrace.cli import main; sys.exit(main(sys.argv[1:]))"
+    terminal = Terminal(sys.executable, "-c", code, "chat", "--url", endless)
+    try:
+        terminal.wait_for("> ")
+        terminal.type("go\n")
+        terminal.wait_for(re.escape("\x1b[?25l"))
+        terminal.wait_for("lang lang")
+        terminal.process.terminate()
+        terminal.wait_for(re.escape("\x1b[?25h"))
+        assert terminal.process.wait(60) == -signal.SIGTERM
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.master)
+
+
 def rendered(pieces: list[str]) -> str:
     from rich.console import Console
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import signal
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from headrace.cli.streams import for_stream, harmless
 
@@ -53,6 +55,7 @@ class RichScreen:
         self.console = console or Console()
         self._show_reasoning = show_reasoning
         self._live: Live | None = None
+        self._ended_by: Any = signal.SIG_DFL  # what SIGTERM did before
         self._text, self._reasoning = "", False
 
     def begin(self) -> None:
@@ -60,6 +63,7 @@ class RichScreen:
 
         self._text, self._reasoning = "", False
         self._live = Live(console=self.console, refresh_per_second=12, transient=True, vertical_overflow="crop")
+        self._ended_by = signal.signal(signal.SIGTERM, self._show_cursor)
         self._live.start()
 
     def push(self, text: str, reasoning: bool) -> None:
@@ -82,8 +86,15 @@ class RichScreen:
             self._live.update("")
             self._live.stop()
             self._live = None
+            signal.signal(signal.SIGTERM, self._ended_by)
         self._print(self._text)
         self._text = ""
+
+    def _show_cursor(self, number: int, frame: Any) -> None:
+        """It is hidden while an answer is drawn. Not by rich, which the signal may have come into the middle of."""
+        os.write(self.console.file.fileno(), b"\x1b[?25h")
+        signal.signal(number, self._ended_by)
+        os.kill(os.getpid(), number)
 
     def note(self, text: str) -> None:
         from rich.markup import escape
