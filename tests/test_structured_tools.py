@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import jsonschema
@@ -13,7 +14,7 @@ from engine_driver import make_core, run
 from fake_engine import TEMPLATE, FakeEngine
 from headrace.conversation.events import CallArguments, CallBegin, Text
 from headrace.conversation.tool_formats import TOOL_PARSERS, JsonListParser, ToolParser
-from headrace.conversation.tool_grammar import FunctionDef, Tool, forced_calls, free_calls
+from headrace.conversation.tool_grammar import FunctionDef, Tool, calls_or_answer, forced_calls, free_calls
 from server_driver import Api
 from structured_driver import EOS, compiled, decode, encode, takes
 from test_structured_generation import constrained
@@ -288,6 +289,65 @@ def test_strict_tools_are_constrained_and_the_others_are_not():
     assert api.engine.params[-1].structured_outputs is None
     error = error_of(api.post("/v1/chat/completions", {"messages": HI, "tools": tools, "structured_outputs": {"regex": "a"}}))
     assert error["param"] == "structured_outputs"
+
+
+ANSWER = {
+    "type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "parameters": {"type": "integer"}}, "required": ["name"],
+    "additionalProperties": False,
+}  # fmt: skip
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}
+
+
+@pytest.mark.parametrize("form", list(filter(None, WRITTEN)))
+def test_calls_or_an_answer_in_its_format(form):
+    matcher = compiled(grammar=grammar(partial(calls_or_answer, answer=ANSWER), form, True))
+    call, answers = WRITTEN[form], ('{"name": "Rome"}', '{"parameters": 3, "name": "Rome"}')
+    assert takes(matcher, call)
+    for answer in answers:
+        assert takes(matcher, answer)
+        assert read(form, answer, constrained=True) == ([], answer)
+    wrong = (call.replace(" 3", ' "3"'), call.replace("weather", "wether"), f"{call}\n{answers[0]}", answers[0] + call, '{"name": 3}', "hello", "")
+    assert [w for w in wrong if takes(matcher, w)] == []
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("said", [WRITTEN["hermes"], '{"name": "Rome"}'])
+def test_a_model_with_tools_and_a_format_calls_or_answers(strict, said):
+    """As agents ask: tools until the answer is known, and then that in their schema."""
+    api = api_of("hermes", said)
+    tools = [{"type": "function", "function": {**t["function"], "strict": strict}} for t in BODY_TOOLS]
+    flat = [{"type": "function", **t["function"]} for t in tools]
+    own = [{"name": t["name"], "input_schema": t["parameters"]} for t in flat]
+    choice = api.ok("/v1/chat/completions", {"messages": HI, "tools": tools, "response_format": FORMAT})["choices"][0]
+    matcher = compiled(grammar=api.engine.params[-1].structured_outputs.grammar)
+    assert takes(matcher, WRITTEN["hermes"]) and takes(matcher, '{"name": "Rome"}') and not takes(matcher, "Rome")
+    assert takes(matcher, WRITTEN["hermes"].replace("3", '"3"')) != strict
+    form = {"type": "json_schema", "name": "x", "schema": ANSWER}
+    response = api.ok("/v1/responses", {"input": "hi", "tools": flat, "text": {"format": form}})
+    message = api.ok("/v1/messages", {"messages": HI, "max_tokens": 200, "tools": own, "output_config": {"format": {k: form[k] for k in ("type", "schema")}}})
+    ollama = api.ok("/api/chat", {"messages": HI, "tools": tools, "format": ANSWER, "stream": False})["message"]
+    if said == WRITTEN["hermes"]:
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+        assert [item["type"] for item in response["output"]] == ["function_call"]
+        assert [block["type"] for block in message["content"]] == ["tool_use"] and ollama["tool_calls"]
+    else:
+        assert (choice["finish_reason"], choice["message"]["content"], ollama["content"]) == ("stop", said, said)
+        assert response["output"][0]["content"][0]["text"] == message["content"][0]["text"] == said
+        assert not choice["message"].get("tool_calls")
+
+
+def test_a_format_beside_calls_that_are_forced_or_have_no_grammar():
+    """There is no answer that it could be of; or no call."""
+    api = api_of("hermes", WRITTEN["hermes"])
+    body = {"messages": HI, "tools": BODY_TOOLS, "response_format": FORMAT}
+    assert api.ok("/v1/chat/completions", {**body, "tool_choice": "required"})["choices"][0]["message"]["tool_calls"]
+    assert not takes(compiled(grammar=api.engine.params[-1].structured_outputs.grammar), '{"name": "Rome"}')
+    engine = FakeEngine(script=lambda ids, params: '{"name": "Rome"}', supports_structured=True)
+    engine.tokenizer.chat_templates = {"default": TEMPLATE}
+    api = Api(engine, tool_parser="pythonic")
+    tools = [{"type": "function", "function": {**t["function"], "strict": True}} for t in BODY_TOOLS]
+    answer = api.ok("/v1/chat/completions", {"messages": HI, "tools": tools, "response_format": FORMAT})
+    assert answer["choices"][0]["message"]["content"] == '{"name": "Rome"}' and api.engine.params[-1].structured_outputs.kind == "json"
 
 
 def test_without_grammars_strict_and_forced_tools_are_refused():

@@ -16,7 +16,7 @@ from headrace.conversation.answer import AnswerParser
 from headrace.conversation.events import CallArguments, CallBegin, Text
 from headrace.conversation.tagged_grammar import NotStrict
 from headrace.conversation.tool_formats import TOOL_PARSERS
-from headrace.conversation.tool_grammar import FunctionDef, Tool, free_calls
+from headrace.conversation.tool_grammar import FunctionDef, Tool, calls_or_answer, free_calls
 from server_driver import Api
 from structured_driver import compiled, encode, takes
 
@@ -135,6 +135,18 @@ def test_messages_of_harmony():
     text = f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.write <|constrain|>json<|message|>{write}"
     parser = AnswerParser(None, TOOL_PARSERS["openai"]())
     assert [e.name for e in parser.push(text) + parser.finish() if isinstance(e, CallBegin)] == ["write"]
+
+
+@pytest.mark.parametrize("how", [PLAIN, special])
+@pytest.mark.parametrize("form", FORMATS)
+def test_calls_or_an_answer_in_its_format(form, how):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+    matcher = compiled(grammar=calls_or_answer(form, TOOLS, True, how, schema))
+    call = call_of(form, "write", {"path": "a", "lines": 3})
+    for answer, good in ((call, True), (call + call, True), (f"{call}\n{call}", True), ('{"n": 1}', True), ("x" + call, False), (call + '{"n": 1}', False), ("", False)):
+        copy, ids = matcher.fork(), ids_of(answer) if how is special else encode(answer)
+        assert (copy.accept(ids) and copy.complete) == good, answer
+    assert read(form, '{"n": 1}') == ([], '{"n": 1}') and len(read(form, f"{call}\n{call}")[0]) == 2
 
 
 REFUSED = [

@@ -19,11 +19,12 @@ MODIFIERS = ("disable_any_whitespace", "disable_additional_properties", "whitesp
 
 
 class Structure(NamedTuple):
-    """`kind` is one of KINDS, `field` the body's field that asked for it."""
+    """`kind` is one of KINDS, `field` the body's field that asked for it, `answer` that for what may stand for calls."""
 
     kind: str
     value: Any
     field: str
+    answer: str = ""
 
 
 def spec_of(
@@ -59,6 +60,8 @@ def renamed(error: ParameterError, spec: Structure | None) -> ParameterError:
     place = re.match(r"at (\d+)\(", reason_of(error))
     lines = str(spec.value).splitlines()
     line = lines[int(place[1]) - 1] if place and int(place[1]) <= len(lines) else ""
+    if line.startswith("answer: "):
+        return ParameterError(spec.answer, "the schema", f"what can be compiled ({in_words(reason_of(error), 'json')})")
     name = re.search(r'"name": \{"const": ("(?:[^"\\]|\\.)*")\}', line)
     why = in_words(reason_of(error), "json")
     return ParameterError(spec.field, f"the parameters of {name[1] if name else 'the tools'}", f"what can be compiled ({why})")

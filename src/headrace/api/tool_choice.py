@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -15,7 +15,7 @@ from headrace.conversation.answer import AnswerParser, special_id
 from headrace.conversation.events import CallArguments, CallBegin, Event, Text
 from headrace.conversation.tagged_grammar import NotStrict
 from headrace.conversation.tool_formats import JsonListParser, NamedCallParser
-from headrace.conversation.tool_grammar import FREE_FORMATS, JSON_FORMATS, Tool, forced_calls, free_calls
+from headrace.conversation.tool_grammar import FREE_FORMATS, JSON_FORMATS, Tool, calls_or_answer, forced_calls, free_calls
 from headrace.sampling.params import SamplingParams
 
 MAX_TOOLS = 256
@@ -70,6 +70,7 @@ class ToolPolicy:
         bound = allowed is not None and bool(self.tools) and form in FREE_FORMATS and ctx.engine.supports_structured
         self.only_bound = bound and not self.forced and not strict
         self.strict = (strict and not self.forced) or self.only_bound
+        self.or_answer = False  # the output is calls or an answer in the request's format, both by one grammar
         if self.tools and not self.forced and form is None:
             raise unsupported("tools", "the way in which this model writes tool calls is not known (see --tool-parser)")
 
@@ -86,10 +87,9 @@ class ToolPolicy:
             return None
         if form not in FREE_FORMATS:
             raise unsupported("tools", f"strict tools are not supported in the format of this model's calls ({form})")
-        tools = [t if t.function.strict else _of_any_arguments(t) for t in self.tools]
         reasoning = self.ctx.answer_format.reasoning_markers
         try:
-            lark = free_calls(str(form), tools, many, self._special, args_tags=args_tags, reasoning=reasoning)
+            lark = free_calls(str(form), self._held(), many, self._special, args_tags=args_tags, reasoning=reasoning)
         except NotStrict as why:
             if self.only_bound:
                 self.strict = False
@@ -98,13 +98,35 @@ class ToolPolicy:
         return Structure("grammar", lark, "tools")
 
     def joined(self, other: Structure | None) -> Structure | None:
-        """The constraint of a request that asks for another one too. Raises ApiError where both cannot be had."""
-        if self.only_bound and other is not None:  # under which there is no call at all
-            self.strict = False
+        """The constraint of a request that asks for another one too.
+
+        A format of the answer leaves the model its calls, as at OpenAI: beside forced ones there is no answer, otherwise the
+        output is calls or the answer. Where no grammar can say so it is the answer. `structured_outputs` are of all that is
+        written: raises ApiError where they cannot be had.
+        """
+        if other is None:
+            return self.spec()
+        whole, form = other.field == "structured_outputs", self.ctx.answer_format.tools
+        if self.forced and not whole:
+            return self.spec()
+        if self.tools and not whole and form in FREE_FORMATS and (schema := _of_answer(other)) is not None:
+            args_tags = self.ctx.template_mentions("[ARGS]")
+            try:
+                lark = calls_or_answer(str(form), self._held(), self.parallel, self._special, schema, args_tags=args_tags)
+                self.strict = self.or_answer = True
+                return Structure("grammar", lark, "tools", other.field)
+            except NotStrict:
+                pass
+        if not whole or self.only_bound:
+            self.strict = False  # there is no call at all
         own = self.spec()
-        if own is not None and other is not None:
+        if own is not None:
             raise bad_request(f"{other.field} cannot be had together with {own.field}.", other.field, "invalid_value")
-        return own or other
+        return other
+
+    def _held(self) -> list[Tool]:
+        """The tools as a grammar holds calls to them."""
+        return [t if t.function.strict else _of_any_arguments(t) for t in self.tools]
 
     def _special(self, marker: str) -> str:
         """A marker in a grammar: as the special token that it is, or as a text (in which an added token is text too)."""
@@ -125,7 +147,7 @@ class ToolPolicy:
 
     def reader(self, prompt_end: str, *, structured: bool = False) -> AnswerReader:
         """`structured`: the output is constrained from its first token on, so it does not begin with reasoning (but for
-        strict tools, beside which any text may stand)."""
+        strict tools where any text may stand beside them)."""
         form = self.ctx.answer_format
         if self.forced and form.tools in JSON_FORMATS:
             return AnswerReader(self, form.parser(prompt_end, reasoning=False, constrained=True))
@@ -133,7 +155,7 @@ class ToolPolicy:
             return AnswerReader(self, AnswerParser(None, NamedCallParser(self.named)))
         if self.forced:
             return AnswerReader(self, AnswerParser(None, JsonListParser()))
-        plain = (structured and not self.strict) or form.reasoning is None
+        plain = (structured and (self.or_answer or not self.strict)) or form.reasoning is None
         if plain and not self.tools:
             return AnswerReader(self, None)
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
@@ -177,6 +199,14 @@ class AnswerReader:
         if self.policy.parallel:
             return events
         return [e for e in events if not (isinstance(e, CallBegin | CallArguments) and e.index)]
+
+
+def _of_answer(wish: Structure) -> dict[str, Any] | None:
+    """The schema of an answer that is asked for as JSON."""
+    if wish.kind == "json_object":
+        return {"type": "object"}
+    schema = {} if wish.value is True else wish.value
+    return schema if wish.kind == "json" and isinstance(schema, dict) and "x-guidance" not in schema else None
 
 
 def _of_any_arguments(tool: Tool) -> Tool:

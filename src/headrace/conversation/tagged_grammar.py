@@ -46,13 +46,14 @@ TAGGED: Mapping[str, TagLayout] = MappingProxyType({
 })  # fmt: skip
 
 
-def tagged_calls(form: str, tools: Tools, many: bool, special: Special, thinking: str) -> str:
+def tagged_calls(form: str, tools: Tools, many: bool, special: Special, thinking: str, *, free: bool = True) -> str:
     """Lark in which the output is any text with calls in it, one or several if `many`; arguments are in the schema's order.
 
-    `thinking`: what may stand in the text before it. Raises NotStrict.
+    `thinking`: what may stand in the text before it. Without `free` the output is calls alone. Raises NotStrict.
     """
     try:
-        return _Tagged(TAGGED[form], special).lark(tools, many, thinking)
+        tagged = _Tagged(TAGGED[form], special)
+        return tagged.lark(tools, many, thinking) if free else tagged.alone(tools, many)
     except (TypeError, AttributeError, LookupError):
         raise NotStrict("the schema of a tool's arguments is none") from None
 
@@ -68,7 +69,14 @@ class _Tagged:
         if "<tool_call>" not in self._tokens:
             self._rules["begin[lazy]"], begin = begin, "begin"
         calls = " | ".join(self._call(*tool) for tool in tools)
-        start = f"start: {thinking}({begin} ({calls})){'*' if many else '?'} TEXT"
+        return self._lark(f"start: {thinking}({begin} ({calls})){'*' if many else '?'} TEXT")
+
+    def alone(self, tools: Tools, many: bool) -> str:
+        call = f"{self._special('<tool_call>')} ({' | '.join(self._call(*tool) for tool in tools)})"
+        start = f'start: {call} ("\\n"? {call})*' if many else f"start: {call}"
+        return self._lark(start)
+
+    def _lark(self, start: str) -> str:
         return "\n".join(("%llguidance {}", start, *(f"{name}: {rule}" for name, rule in self._rules.items()), ""))
 
     def _free(self, name: str, without: Sequence[str]) -> str:

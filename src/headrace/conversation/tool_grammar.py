@@ -90,6 +90,19 @@ def free_calls(
     return f"%llguidance {{}}\nstart: {start}\n{rules}{_rules(form, tools, args_tags)}"
 
 
+def calls_or_answer(
+    form: str, tools: Sequence[Tool], many: bool, special: Special, answer: dict[str, Any], *, args_tags: bool = False
+) -> str:
+    """Lark in which the output is calls in a format (one of FREE_FORMATS) or JSON of `answer`. Raises NotStrict."""
+    if form in TAGGED:
+        plain = [(tool.function.name, tool.function.schema) for tool in tools]
+        calls = tagged_calls(form, plain, many, special, "", free=False)
+    else:
+        calls = forced_calls(form, tools, many, special, args_tags=args_tags)
+    head, _, rules = calls.partition("start: ")
+    return f"{head}start: calls | answer\nanswer: %json {json.dumps({**answer, 'x-guidance': JSON_OPTIONS})}\ncalls: {rules}"
+
+
 def _thinking(reasoning: Sequence[str], special: Special) -> str:
     """Text with markers in it that are special tokens, which are no text."""
     marks = [mark for mark in map(special, reasoning) if mark.startswith("<")]
