@@ -277,9 +277,8 @@ def push(size: int, hidden: int) -> Callable[[], None]:
             all_reduce_norm(part, space, f32, meta(32, hidden), meta(hidden), residual=f32)
             sumsq = meta(32, row_sum_tiles(hidden), dtype=torch.float32)
             row_sum(RowPlace(space, 1), f32, meta(32, hidden), sumsq, meta(hidden), parts=part)
-        for post in (None, meta(hidden)):
-            all_reduce_norm(meta(1, 32, hidden), space, meta(32, hidden), meta(32, hidden), meta(hidden), residual=meta(32, hidden),
-                            post=post)  # fmt: skip
+        residual = meta(32, hidden)
+        all_reduce_norm(meta(1, 32, hidden), space, meta(32, hidden), meta(32, hidden), meta(hidden), residual=residual)
 
     return run
 

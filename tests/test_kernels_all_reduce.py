@@ -63,12 +63,11 @@ def test_numbers_that_look_like_marks(dtype: torch.dtype) -> None:
             assert same(got, ordered_sum(parts))
 
 
-@pytest.mark.parametrize("post", [False, True])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("dtype, total", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32),
                                           (torch.bfloat16, torch.bfloat16)])  # fmt: skip
-def test_residual_and_norms(dtype, total, residual: bool, norm: bool, post: bool) -> None:
+def test_residual_and_norms(dtype, total, residual: bool, norm: bool) -> None:
     size, rows, width = 2, 3, 96
     spaces = push_spaces(size, rows, width, dtype)
     slabs = [torch.randn(2, rows, width) for _ in range(size)]
@@ -76,8 +75,8 @@ def test_residual_and_norms(dtype, total, residual: bool, norm: bool, post: bool
     residuals = None if before is None else [before.clone() for _ in range(size)]
     totals = residuals or [torch.empty(rows, width, dtype=total) for _ in range(size)]
     outs = [torch.zeros(rows, width, dtype=dtype) for _ in range(size)]
-    weight, post_weight = (torch.randn(width).to(dtype) if wanted else None for wanted in (norm, post))
-    options = {"eps": 1e-6, "offset": 1.0, "scale": 0.5 if residual else 1.0, "post": post_weight}
+    weight = torch.randn(width).to(dtype) if norm else None
+    options = {"eps": 1e-6, "offset": 1.0, "scale": 0.5 if residual else 1.0}
     norm_of_all(slabs, spaces, totals, outs, weight, residuals, **options)
     parts = [slab.sum(0).to(dtype) for slab in slabs]
     want_total, want = all_reduce_norm_reference(parts, total, weight, residual=before, **options)

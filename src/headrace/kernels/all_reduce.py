@@ -135,11 +135,11 @@ def _rms(x, weight, eps, WIDTH: tl.constexpr):
 
 @jit(do_not_specialize=["rank", "num_rows"])
 def _push_sum_kernel(
-    x_ptr, slots_ptr, peers_ptr, turns_ptr, residual_ptr, post_ptr, norm_ptr, total_ptr, out_ptr,
+    x_ptr, slots_ptr, peers_ptr, turns_ptr, residual_ptr, norm_ptr, total_ptr, out_ptr,
     num_rows, x_stride, slab_stride, rank_stride, row_stride, rank, eps, offset, scale,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr, SLABS: tl.constexpr,
-    EMPTY: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr, NORM: tl.constexpr, SEND: tl.constexpr,
-    RECEIVE: tl.constexpr, PDL: tl.constexpr,
+    EMPTY: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:  # at once, as products do: the next one's weights stream while parts are on their way
         gdc_launch_dependents()
@@ -147,8 +147,6 @@ def _push_sum_kernel(
     ok = c < WIDTH
     KIND: tl.constexpr = out_ptr.dtype.element_ty
     WIRE: tl.constexpr = slots_ptr.dtype.element_ty
-    if POST:
-        post = tl.load(post_ptr + c, mask=ok, other=0.0).to(tl.float32) + offset
     if NORM:
         norm = tl.load(norm_ptr + c, mask=ok, other=0.0).to(tl.float32) + offset
     if PDL:
@@ -184,8 +182,6 @@ def _push_sum_kernel(
                         total += part.to(KIND, bitcast=True).to(tl.float32)
             tl.store(turns_ptr + row, 1 - turn)
             total = total.to(total_ptr.dtype.element_ty)
-            if POST:
-                total = _rms(total.to(tl.float32), post, eps, WIDTH).to(total_ptr.dtype.element_ty)
             if RESIDUAL:
                 total = (before + scale * total.to(tl.float32)).to(total_ptr.dtype.element_ty)
             tl.store(total_ptr + row * WIDTH + c, total, mask=ok)
@@ -194,8 +190,8 @@ def _push_sum_kernel(
 
 
 def _launch(
-    x: Tensor, space: PushSpace, total: Tensor, out: Tensor, *, residual: Tensor | None = None, post: Tensor | None = None,
-    norm: Tensor | None = None, eps: float = 0.0, offset: float = 0.0, scale: float = 1.0, half: str = "both",
+    x: Tensor, space: PushSpace, total: Tensor, out: Tensor, *, residual: Tensor | None = None, norm: Tensor | None = None,
+    eps: float = 0.0, offset: float = 0.0, scale: float = 1.0, half: str = "both",
 ) -> None:  # fmt: skip
     slabs, rows, width = x.shape
     if not space.takes(rows, width, out.dtype):
@@ -207,12 +203,11 @@ def _launch(
     num_warps = min(THREADS // 32, max(1, block // 256))  # 16 bytes a thread, more of the widest rows
     pairs = space.size == 2 and block <= 256 * num_warps  # two programs have room on a multiprocessor
     _push_sum_kernel[(min(rows, (2 if pairs else 1) * num_multiprocessors(x.device)),)](
-        x, space.slots, space.peers, space.turns, residual, post, norm, total, out,
+        x, space.slots, space.peers, space.turns, residual, norm, total, out,
         rows, x.stride(1), x.stride(0), space.slots.stride(1), space.slots.stride(2), space.rank, eps, offset, scale,
         WIDTH=width, BLOCK=block, SIZE=space.size, AHEAD=min(space.size, max(1, LOOK_NUMBERS * 32 * num_warps // block)),
-        SLABS=slabs, EMPTY=empty_mark(space.slots.dtype), RESIDUAL=residual is not None, POST=post is not None,
-        NORM=norm is not None, SEND=half != "receive", RECEIVE=half != "send", num_warps=num_warps,
-        maxnreg=64 if pairs else None, **pdl(x),
+        SLABS=slabs, EMPTY=empty_mark(space.slots.dtype), RESIDUAL=residual is not None, NORM=norm is not None,
+        SEND=half != "receive", RECEIVE=half != "send", num_warps=num_warps, maxnreg=64 if pairs else None, **pdl(x),
     )  # fmt: skip
 
 
@@ -228,19 +223,17 @@ def all_reduce(part: Tensor, space: PushSpace, *, half: str = "both") -> Tensor:
 
 def all_reduce_norm(
     part: Tensor, space: PushSpace, total: Tensor, out: Tensor, norm: Tensor | None, *, residual: Tensor | None = None,
-    post: Tensor | None = None, eps: float = 0.0, offset: float = 0.0, scale: float = 1.0, half: str = "both",
+    eps: float = 0.0, offset: float = 0.0, scale: float = 1.0, half: str = "both",
 ) -> None:  # fmt: skip
     """What closes a part of a layer, of part [slabs, rows, width] whose sum over the slabs is this rank's:
 
-        y = sum of the parts, each rounded to out's dtype, over the ranks; with `post` RMSNorm(y, post)
+        y = sum of the parts, each rounded to out's dtype, over the ranks
         total = residual + scale * y;   out = RMSNorm(total, norm) with `norm`, else left alone
 
     norms are of weight + offset. `total` may be `residual`; y and total are rounded to total's dtype. Without `residual` total
     is y. All [rows, width], contiguous.
     """
-    _launch(
-        part, space, total, out, residual=residual, post=post, norm=norm, eps=eps, offset=offset, scale=scale, half=half
-    )  # fmt: skip
+    _launch(part, space, total, out, residual=residual, norm=norm, eps=eps, offset=offset, scale=scale, half=half)
 
 
 @jit(do_not_specialize=["rank"])
@@ -327,12 +320,10 @@ def ordered_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
 
 def all_reduce_norm_reference(
     parts: Sequence[Tensor], total_dtype: torch.dtype, norm: Tensor | None, *, residual: Tensor | None = None,
-    post: Tensor | None = None, eps: float = 0.0, offset: float = 0.0, scale: float = 1.0,
+    eps: float = 0.0, offset: float = 0.0, scale: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(total, out) of `all_reduce_norm` for the ranks' parts [rows, width], slabs summed already and rounded."""
     dtype = parts[0].dtype
     y = ordered_sum([part.float() for part in parts]).to(total_dtype)
-    if post is not None:
-        y = rms_norm_reference(y, post, eps, offset)
     total = y if residual is None else (residual.float() + scale * y.float()).to(total_dtype)
     return total, None if norm is None else rms_norm_reference(total, norm, eps, offset).to(dtype)
