@@ -102,8 +102,8 @@ class ChatTemplate:
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None, add_generation_prompt: bool = True,
-        continue_final_message: bool = False, chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True, continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:  # fmt: skip
         """The prompt text. Special tokens are in it: encode it without adding any.
 
@@ -117,7 +117,7 @@ class ChatTemplate:
         variables = {
             **self._checked_kwargs(chat_template_kwargs),
             "tools": plain(list(tools), "tools") if tools else None,
-            "documents": plain(list(documents), "documents") if documents else None,
+            "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         chat = template.forms.adapt(chat)

@@ -56,6 +56,7 @@ from headrace.logs import configure, rename
 from headrace.prewarm import prewarm
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the sockets are connected before
+    from headrace.engine.build import Engine
     from headrace.engine.core import EngineCore
     from headrace.engine.glass import GlassObserver
     from headrace.tensor_parallel.ranks import Death
@@ -315,15 +316,8 @@ def serve(
             engine.ranks.on_death(end_with_ranks)
         engine.prepare(lambda *progress: send(Progress(*progress)))
         spare_collections()
-        resolved = engine.config
-        ready = Ready(
-            max_model_len=resolved.max_model_len, vocab_size=engine.model.vocab_size, block_size=resolved.block_size,
-            num_blocks=engine.core.scheduler.limits.num_blocks, max_num_seqs=resolved.max_num_seqs,
-            device=str(engine.device), dtype=str(engine.dtype), load_seconds=engine.load_seconds,
-            weights=engine.weights,
-        )  # fmt: skip
         loop = CoreLoop(engine.core, Inbox(inbox), send, traced, engine.reading)
-        send(ready)
+        send(ready(engine))
         loop.run()
         return 0
     except HeadraceError as e:
@@ -336,6 +330,15 @@ def serve(
     finally:
         outbox.close()
         context.destroy(linger=1000)
+
+
+def ready(engine: Engine) -> Ready:
+    limits = engine.core.scheduler.limits
+    return Ready(
+        max_model_len=limits.max_model_len, vocab_size=engine.model.vocab_size, block_size=limits.block_size,
+        num_blocks=limits.num_blocks, max_num_seqs=limits.max_num_seqs, device=str(engine.device), dtype=str(engine.dtype),
+        load_seconds=engine.load_seconds, weights=engine.weights,
+    )  # fmt: skip
 
 
 def spare_collections() -> None:
