@@ -31,10 +31,11 @@ from headrace.cli.batch_file import (
 )
 from headrace.cli.options import add_engine_arguments, add_options, engine_options, server_options
 from headrace.cli.parser import text
-from headrace.cli.serve_options import BUILDER, ModelsOptions, ServeOptions
+from headrace.cli.serve_options import ModelsOptions, ServeOptions
 from headrace.cli.sources import add_config_file
 from headrace.cli.streams import StreamError
 from headrace.config import EngineConfig
+from headrace.engine.supervision import BUILDER
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 
 if TYPE_CHECKING:

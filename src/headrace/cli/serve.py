@@ -25,9 +25,10 @@ from headrace.cli.keys import admin_keys, check_admin, server_keys
 from headrace.cli.options import engine_options, generation_defaults, given, named_model, server_options
 from headrace.cli.port import bind
 from headrace.cli.routing import Routing
-from headrace.cli.serve_options import BUILDER, ServeOptions
+from headrace.cli.serve_options import ServeOptions
 from headrace.cli.serve_options import add_arguments as add_arguments
 from headrace.engine.interrupts import uninterrupted
+from headrace.engine.supervision import BUILDER
 from headrace.errors import EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed, require
 from headrace.logs import configure

@@ -18,7 +18,6 @@ from headrace.engine.supervision import SupervisionConfig
 from headrace.errors import ParameterError
 from headrace.options import check, option
 
-BUILDER = "headrace.engine.build:build_engine"  # module:function that makes the engine in a core's process
 _server = partial(option, group="server")
 _fleet = partial(option, group="several cores, other fleets")
 _ray = partial(option, group="several machines: cores on the nodes of a Ray cluster")

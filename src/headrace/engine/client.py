@@ -32,7 +32,7 @@ from headrace.engine.slots import Slots
 from headrace.engine.socket_pair import remove_stale_directories
 from headrace.engine.stats import CoreStats
 from headrace.engine.streams import Stream, Streams, Taker
-from headrace.engine.supervision import CoreSupply, SupervisionConfig
+from headrace.engine.supervision import BUILDER, CoreSupply, SupervisionConfig
 from headrace.engine.wire import LoadAdapter, News, Ready
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed
@@ -57,7 +57,7 @@ class EngineClient:
         supervision: SupervisionConfig | None = None,
         *,
         checkpoint: Checkpoint | None = None,
-        builder: str = "headrace.engine.build:build_engine",
+        builder: str = BUILDER,
         log_level: str = "warning",
         log_format: str = "text",
         on_give_up: Callable[[str], None] | None = None,

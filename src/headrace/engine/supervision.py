@@ -17,6 +17,7 @@ from headrace.errors import HeadraceError
 from headrace.options import check, option
 
 logger = logging.getLogger(__name__)
+BUILDER = "headrace.engine.build:build_engine"  # module:function that makes the engine in a core's process
 SPAWN_BACKOFF = 1.0  # seconds: what a machine lacks for a new process it does not get back in milliseconds
 KILLED_EARLY = "before its model was loaded: the kernel's OOM killer, perhaps"  # of a core that somebody else ended
 
