@@ -614,6 +614,20 @@ def test_bad_input_is_told(capsys, line, said):
     assert said in err and err.count("\n") == 1 and not out
 
 
+def test_the_head_of_a_gemma_is_its_embedding_where_its_config_is_silent(capsys, tmp_path):
+    """As the loader has it: the card has room for as many blocks."""
+    gemma = {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    file, counts = tmp_path / "config.json", []
+    for more in ({}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}):
+        file.write_text(json.dumps(gemma | more))
+        options = ("--card", "l40s", "--max-num-seqs", "256", "--num-prompts", "2")
+        counts.append(simulated(capsys, tmp_path, "--config", str(file), *options)["num_kv_blocks"])
+    assert counts[0] == counts[1] > counts[2]
+
+
 def test_a_model_too_large_for_a_card_is_told(capsys, tmp_path):
     config = json.loads((SHAPES / "qwen3-8b.json").read_text()) | {"num_hidden_layers": 200}
     file = tmp_path / "config.json"

@@ -23,7 +23,10 @@ _fleet = partial(option, group="several cores, other fleets")
 _adapters = partial(option, group="adapters (LoRA)")
 _drafts = partial(option, group="speculative decoding: several tokens per step; the same output")
 
-GPU_STEP, CPU_STEP = 8192, 2048  # tokens of a step at most, where nobody says
+# where nobody says: tokens of a step at most, of a block of the KV cache, rows up to which a step is filled with drafts
+GPU_STEP, CPU_STEP = 8192, 2048
+GPU_BLOCK, CPU_BLOCK = 64, 16
+GPU_DRAFT_ROWS, CPU_DRAFT_ROWS = 64, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,9 @@ class EngineConfig:
     max_num_batched_tokens: int | None = _engine(
         None, "computed in one step", 1, 2**24, "TOKENS", shown=f"{GPU_STEP} on a GPU, {CPU_STEP} on a CPU"
     )
-    block_size: int | None = _engine(None, "in a block of the KV cache", 1, 4096, "TOKENS", shown="64 on a GPU, 16 on a CPU")
+    block_size: int | None = _engine(
+        None, "in a block of the KV cache", 1, 4096, "TOKENS", shown=f"{GPU_BLOCK} on a GPU, {CPU_BLOCK} on a CPU"
+    )
     gpu_memory_utilization: float = _engine(0.9, "of the GPU's memory to use", high=1, unit="SHARE", more_than=0)
     kv_cache_bytes: int | None = _engine(
         None, "of the KV cache, of each rank of a split model", 1, 2**50, "BYTES", shown="by the memory plan"
@@ -93,7 +98,8 @@ class EngineConfig:
     prompt_lookup_max: int = _drafts(8, "of ngram: tokens compared at most", 1, 64)
     # steps are filled up with drafts to so many rows, and larger ones have none: guesses, and what grammars force
     speculative_max_rows: int | None = _drafts(
-        None, "no drafts in steps of more rows than this", 2, 4096, shown="64 on a GPU, 16 on a CPU"
+        None, "no drafts in steps of more rows than this", 2, 4096,
+        shown=f"{GPU_DRAFT_ROWS} on a GPU, {CPU_DRAFT_ROWS} on a CPU",
     )
     lora: tuple[str, ...] = _adapters((), "an adapter as PEFT saves it, by the name that requests call it", unit="NAME=PATH")
     lora_dir: str | None = _adapters(None, "where /v1/load_lora_adapter may load from, with --admin-key", unit="DIR")

@@ -16,7 +16,7 @@ import torch
 from headrace.cache import fp8
 from headrace.cache.kv_cache import KVCache
 from headrace.cache.state_pool import StatePool
-from headrace.config import CPU_STEP, GPU_STEP, EngineConfig
+from headrace.config import CPU_BLOCK, CPU_DRAFT_ROWS, CPU_STEP, GPU_BLOCK, GPU_DRAFT_ROWS, GPU_STEP, EngineConfig
 from headrace.engine.core import EngineCore
 from headrace.engine.fork import claim_process
 from headrace.engine.forwards import load_forward
@@ -383,7 +383,7 @@ def with_seats(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig,
 def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> Limits:
     """What the options mean for this model and device. The blocks are as many as could ever be used: memory decides."""
     max_model_len = config.max_model_len or model.max_position
-    block_size = config.block_size or (64 if device.type == "cuda" else 16)
+    block_size = config.block_size or (GPU_BLOCK if device.type == "cuda" else CPU_BLOCK)
     seats = config.max_num_seqs or CPU_SEATS
     num_blocks = config.num_kv_blocks or seats * -(-max_model_len // block_size)
     if config.num_kv_blocks is not None and num_blocks * block_size < 2:
@@ -419,5 +419,5 @@ def draft_rows(config: EngineConfig, device: torch.device) -> int:
     """Rows up to which a step is filled with drafts; 0 where nobody drafts, neither a method nor grammars."""
     if config.speculative_method is None and not takes_grammars(config):
         return 0
-    rows = config.speculative_max_rows or (64 if device.type == "cuda" else 16)
+    rows = config.speculative_max_rows or (GPU_DRAFT_ROWS if device.type == "cuda" else CPU_DRAFT_ROWS)
     return rows if rows > 1 else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-from headrace.config import EngineConfig
+from headrace.config import CPU_BLOCK, GPU_BLOCK, EngineConfig
 from headrace.errors import CapacityError, ParameterError
 from headrace.lora.names import named_adapters
 from headrace.model.checkpoint import MADE, Checkpoint
@@ -103,7 +103,7 @@ def _check_cache(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfi
         item = {"float32": 4, "bfloat16": 2, "int8": 1}[choose_precision(config, stored_encodings(checkpoint)).cache]
     elif config.kv_cache_dtype == "fp8":
         item = 1
-    block_size = config.block_size or (16 if on_cpu else 64)
+    block_size = config.block_size or (CPU_BLOCK if on_cpu else GPU_BLOCK)
     numbers = sum(of.heads * (of.k_dim + of.v_dim) for of in Shard(0, ranks).config(model).kv_shapes)
     blocks = config.kv_cache_bytes // (numbers * item * block_size)
     if blocks * block_size < (config.max_model_len or 1):

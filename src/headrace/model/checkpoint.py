@@ -54,8 +54,7 @@ class Checkpoint:
         return tuple(dict.fromkeys([*self.eos_token_ids, *of_tokenizer]))
 
     def ties_head(self, family: str) -> bool:
-        """Whether the head is the embedding once more, by the config; where it does not say so, by what is usual."""
-        return bool(self.config.get("tie_word_embeddings", family.startswith("gemma")))
+        return ties_head(self.config, family)
 
     def quantized_to(self) -> list[str]:
         """In which narrow numbers its matrices are, if they are."""
@@ -72,6 +71,11 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: load_format dummy reads no tensors")
         found = hf_tensors(self.gguf) if self.gguf is not None else find_tensors(self.path)
         return found if self.text_of is None else text_tensors(found)
+
+
+def ties_head(config: Mapping[str, Any], family: str) -> bool:
+    """Whether the head is the embedding once more, by a model's config; where it does not say so, by what is usual."""
+    return bool(config.get("tie_word_embeddings", family.startswith("gemma")))
 
 
 def resolve_checkpoint(config: EngineConfig) -> Checkpoint:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.api.config import ServerConfig
 from headrace.cli.options import LogOptions, add_options
 from headrace.cli.parser import text
-from headrace.config import CPU_STEP, GPU_STEP, EngineConfig
+from headrace.config import CPU_BLOCK, CPU_STEP, GPU_BLOCK, GPU_STEP, EngineConfig
 from headrace.distributed.balancers import ROUTERS
 from headrace.errors import ParameterError
 from headrace.files import read_text
@@ -133,7 +133,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
     """One front with one replica, as the options say."""
     import torch
 
-    from headrace.model.checkpoint import resolve_checkpoint
+    from headrace.model.checkpoint import resolve_checkpoint, ties_head
     from headrace.model.families import model_config_from_hf
     from headrace.scheduler.config import Limits
     from headrace.worker.seats import CPU_SEATS
@@ -152,10 +152,11 @@ def setup_of(args: argparse.Namespace) -> Setup:
     config = EngineConfig(  # its checks, under the names of its options
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens or (CPU_STEP if on_cpu else GPU_STEP),
-        block_size=args.block_size or (16 if on_cpu else 64), max_model_len=args.max_model_len or model.max_position,
+        block_size=args.block_size or (CPU_BLOCK if on_cpu else GPU_BLOCK),
+        max_model_len=args.max_model_len or model.max_position,
         num_kv_blocks=args.num_kv_blocks, gpu_memory_utilization=args.gpu_memory_utilization, max_itl_ms=args.max_itl_ms,
     )  # fmt: skip
-    tied = bool(shape.get("tie_word_embeddings"))
+    tied = ties_head(shape, model.family)
     if config.max_num_seqs is None:
         fits = cost is None and config.num_kv_blocks is None
         count = seats(card, config, model, dtype, args.tensor_parallel_size, tied) if fits else CPU_SEATS
