@@ -93,18 +93,6 @@ def create_app(
         yield
         await ctx.close()
 
-    middleware = [Middleware(Gate, ctx=ctx)]
-    if ctx.tracing is not None:
-        middleware.append(Middleware(ctx.tracing.around))
-    if ctx.config.cors_origins:
-        # outermost: a preflight request carries no key
-        middleware.insert(
-            0,
-            Middleware(
-                CORSMiddleware, allow_origins=list(ctx.config.cors_origins), allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=["*"], expose_headers=["x-request-id", "retry-after", "x-headrace-ignored"],
-            ),
-        )  # fmt: skip
     page = [*page_routes(), *(route(*asked) for asked in page_api(glass, kill_core))] if ctx.config.page else []
     app = Application(
         routes=[
@@ -145,13 +133,27 @@ def create_app(
             route("/metrics", service.metrics_page, "GET"),
             *page,
         ],
-        middleware=middleware,
+        middleware=middleware_of(ctx),
         exception_handlers={HTTPException: _http_error},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
     app.state.api = ctx
     return app
+
+
+def middleware_of(ctx: ApiContext) -> list[Middleware]:
+    """The outermost first."""
+    found = [Middleware(Gate, ctx=ctx)]
+    if ctx.tracing is not None:
+        found.append(Middleware(ctx.tracing.around))
+    if ctx.config.cors_origins:  # before all: a preflight request carries no key
+        cors = Middleware(
+            CORSMiddleware, allow_origins=list(ctx.config.cors_origins), allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"], expose_headers=["x-request-id", "retry-after", "x-headrace-ignored"],
+        )  # fmt: skip
+        found.insert(0, cors)
+    return found
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

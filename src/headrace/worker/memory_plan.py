@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -135,6 +136,22 @@ def terms_of_limits(
     return terms
 
 
+class CardBudget(NamedTuple):
+    """Bytes of a card that may be used, with what others have taken."""
+
+    budget: int
+    used_by_others: int
+
+
+def budget_of_card(config: EngineConfig, device: torch.device, peer_bytes: int) -> CardBudget:
+    free, total = torch.cuda.mem_get_info(device)
+    budget = int(total * config.gpu_memory_utilization)
+    used_by_others = max(0, total - free - torch.cuda.memory_reserved(device) - peer_bytes)
+    if config.memory_bytes is not None:  # the rest is for other models
+        budget = min(budget, used_by_others + config.memory_bytes)
+    return CardBudget(budget, used_by_others)
+
+
 def plan_memory(
     config: EngineConfig,
     limits: Limits,
@@ -164,31 +181,26 @@ def plan_memory(
     terms = {"weights": weight_bytes, "workspaces": workspace_bytes + peer_bytes, "activations": activation_bytes}
     terms |= terms_of_limits(config, limits, model, dtype, device.type == "cuda", draft, ranks, pushes)
     state_bytes = 0 if model.delta is None else StatePool.bytes_per_row(model.delta, dtype, limits.max_drafts)
-    used_by_others = 0
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(total * config.gpu_memory_utilization)
-        used_by_others = max(0, total - free - torch.cuda.memory_reserved(device) - peer_bytes)
-        if config.memory_bytes is not None:  # the rest is for other models
-            budget = min(budget, used_by_others + config.memory_bytes)
+        budget, used_by_others = budget_of_card(config, device, peer_bytes)
+        kv = budget - used_by_others - sum(terms.values())
     else:
         free = available_memory() // ranks - (0 if loaded else weight_bytes)
         if config.memory_bytes is not None:  # the rest is for other cores of this machine
             free = min(free, config.memory_bytes // ranks - weight_bytes)
-        budget = free + weight_bytes  # they are no longer in what is free
-    kv = budget - used_by_others - sum(terms.values())
-    if device.type == "cpu":  # a laptop also runs other things; the pages are only taken when they are used
-        kv = min(kv, free // 4, 16 * GIB)
+        budget, used_by_others = free + weight_bytes, 0  # the weights are no longer in what is free
+        if not loaded and free < 0:
+            raise CapacityError(
+                f"the weights take {weight_bytes / GIB:.2f} GiB, and {budget / GIB:.2f} GiB of memory are free: free some, or "
+                f"take a model of fewer or narrower weights"
+            )
+        # a laptop also runs other things; the pages are only taken when they are used
+        kv = min(budget - sum(terms.values()), free // 4, 16 * GIB)
     num_snapshots = min(limits.num_snapshots, max(0, kv) // SNAPSHOT_SHARE // state_bytes) if state_bytes else 0
     terms["recurrent"] += num_snapshots * state_bytes
     kv = kv - num_snapshots * state_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
     block_bytes = KVCache.bytes_per_block(model, limits.block_size, cache_dtype or dtype) + draft_block_bytes
     num_blocks = limits.num_blocks if config.num_kv_blocks is not None else min(kv // block_bytes, limits.num_blocks)
-    if not loaded and free < 0:
-        raise CapacityError(
-            f"the weights take {weight_bytes / GIB:.2f} GiB, and {budget / GIB:.2f} GiB of memory are free: free some, or take "
-            f"a model of fewer or narrower weights"
-        )
     if num_blocks < 1:
         taken = ", ".join(f"{name} {size / GIB:.2f}" for name, size in terms.items())
         share = "raise gpu_memory_utilization or lower" if device.type == "cuda" else "free some memory, or lower"
