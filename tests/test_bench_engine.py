@@ -204,6 +204,15 @@ def test_limits_of_a_native_step_count_what_it_reads(tmp_path):
     assert measure_limits(torch.device("cpu"), torch.int8).flops > 0
 
 
+def test_limits_by_what_a_card_keeps_up_differ_where_it_computes(tmp_path):
+    config, _ = load_tiny(write_tiny("llama", tmp_path))
+    best, slow = (Limits(config, torch.bfloat16, Machine("m", 1e15, rate)) for rate in (1e12, 1e6))
+    assert best.sustained() is None
+    kept = Limits(config, torch.bfloat16, Machine("m", 1e15, 1e12, sustained_flops=1e6)).sustained()
+    assert kept is not None and kept.decode_seconds(3, 70) == slow.decode_seconds(3, 70) > best.decode_seconds(3, 70)
+    assert kept.offline([5], [3]) == slow.offline([5], [3])
+
+
 def test_limits_of_experts_count_those_that_are_touched(tmp_path):
     """And the router's float32."""
     config, weights = load_tiny(write_tiny("qwen3_moe", tmp_path))

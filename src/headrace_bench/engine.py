@@ -17,8 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.cli.options import add_engine_arguments, engine_options
 from headrace.cli.parser import text
@@ -27,6 +28,9 @@ from headrace.errors import ParameterError
 from headrace.files import read_text
 from headrace.prewarm import prewarm
 from headrace_bench.serve import check_place
+
+if TYPE_CHECKING:
+    from headrace_bench.roofline import Limits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
         reading = None if on_cards else llm.engine.reading
         products = dtype_of_products(llm.engine.model, llm.engine.dtype, reading)
         measured = measure_limits(llm.engine.device, products, cards)
+        if on_cards:  # now, as the card has time to cool down until the first workload
+            measured = replace(measured, sustained_flops=sustained_flops(llm.engine.device, products))
         for doubt in measured.warnings():
             print(f"headrace: warning: {doubt}", file=sys.stderr)
         config = llm.engine.config
@@ -95,9 +101,6 @@ def run(args: argparse.Namespace) -> int:
         if args.profile:
             bench.profile(args.batch[-1], args.input_len)
         machine = limits.machine.as_dict()
-        if on_cards:
-            kept = machine["sustained_flops"] = sustained_flops(llm.engine.device, products)
-            print(f"the card keeps up {kept / 1e12:.0f} of {measured.flops / 1e12:.0f} TFLOP/s for a second", flush=True)
     return report(args, results, machine)
 
 
@@ -118,6 +121,7 @@ class Bench:
 
     def __init__(self, llm, limits):
         self.llm, self.limits = llm, limits
+        self._sustained = limits.sustained()
         self._random = random.Random(12345)
         # first launches, compiled kernels, also of mixed steps; then all graphs of the default kind of sampling
         warm = [(2, 64), (2, 600)]
@@ -136,10 +140,10 @@ class Bench:
         vocab = self.llm.engine.model.vocab_size
         prompts = [[t % vocab for t in p] for p in prompts]
         seconds = self._median(lambda: self._timed(prompts, outputs, temperature), repeat)
-        limit = self.limits.offline([len(p) for p in prompts], outputs)
         tokens = sum(outputs)
         return self._result(
-            "offline-random", temperature, tokens / seconds, tokens / limit, "tok/s", num_prompts=count, seconds=seconds,
+            "offline-random", temperature, tokens / seconds, "tok/s",
+            lambda limits: tokens / limits.offline([len(p) for p in prompts], outputs), num_prompts=count, seconds=seconds,
             host_ms_per_step=self._host_milliseconds(),
         )  # fmt: skip
 
@@ -153,20 +157,19 @@ class Bench:
 
         seconds = self._median(once, repeat)
         context = inputs + outputs // 2
-        limit = self.limits.decode_seconds(batch, batch * context)
         moved = self.limits.decode_bytes(batch * context, batch)
         return self._result(
-            f"batch {batch}", temperature, 1e3 * seconds, 1e3 * limit, "ms", input_len=inputs, output_len=outputs,
-            gigabytes_per_second=moved / seconds / 1e9, host_ms_per_step=self._host_milliseconds(),
+            f"batch {batch}", temperature, 1e3 * seconds, "ms",
+            lambda limits: 1e3 * limits.decode_seconds(batch, batch * context), input_len=inputs, output_len=outputs, gigabytes_per_second=moved / seconds / 1e9,
+            host_ms_per_step=self._host_milliseconds(),
         )  # fmt: skip
 
     def prefill(self, count: int, length: int, repeat: int) -> dict[str, Any]:
         seconds = min(self._timed(self._prompts(count, length), [1] * count, 0.0) for _ in range(repeat))
-        limit = self.limits.prompts_seconds([length] * count)
         flops = count * self.limits.prefill_flops(length)
         return self._result(
-            f"prefill {count} x {length}", 0.0, count * length / seconds, count * length / limit, "tok/s",
-            teraflops=flops / seconds / 1e12,
+            f"prefill {count} x {length}", 0.0, count * length / seconds, "tok/s",
+            lambda limits: count * length / limits.prompts_seconds([length] * count), teraflops=flops / seconds / 1e12,
         )  # fmt: skip
 
     def profile(self, batch: int, inputs: int) -> None:
@@ -204,14 +207,17 @@ class Bench:
     def _median(once: Callable[[], float], repeat: int) -> float:
         return sorted(once() for _ in range(repeat))[repeat // 2]
 
-    @staticmethod
-    def _result(name: str, temperature: float, value: float, limit: float, unit: str, **more: Any) -> dict[str, Any]:
-        """`value` beside its limit; the share is of speed, so for times it is limit / value."""
-        share = limit / value if unit == "ms" else value / limit
-        return {
-            "workload": name, "temperature": temperature, "value": value, "unit": unit, "limit": limit,
-            "percent_of_limit": 100 * share, **more,
-        }  # fmt: skip
+    def _result(
+        self, name: str, temperature: float, value: float, unit: str, limit_of: Callable[[Limits], float], **more: Any
+    ) -> dict[str, Any]:
+        """`value` beside its limit, by the card's best rate and, on a GPU, by the one that it keeps up; shares are of speed, so
+        for times they are limit / value."""
+        result = {"workload": name, "temperature": temperature, "value": value, "unit": unit, **more}
+        for kind, limits in (("limit", self.limits), ("sustained_limit", self._sustained)):
+            if limits is not None:
+                result[kind] = limit = limit_of(limits)
+                result[f"percent_of_{kind}"] = 100 * (limit / value if unit == "ms" else value / limit)
+        return result
 
 
 def startup(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
@@ -259,6 +265,8 @@ def shape_directory(config: str) -> str:
 def shown(r: dict[str, Any]) -> dict[str, Any]:
     """The result itself, after a line about it."""
     share = f"  {r['percent_of_limit']:5.1f} % of the limit {r['limit']:,.3f}" if "limit" in r else ""
+    if "sustained_limit" in r:
+        share += f" ({r['percent_of_sustained_limit']:.1f} % of what is kept up)"
     extra = "".join(f"  {k}={r[k]:,.2f}" for k in ("gigabytes_per_second", "teraflops", "host_ms_per_step") if k in r)
     print(f"{r['workload']:22s} t={r.get('temperature', 0)}  {r['value']:,.3f} {r['unit']}{share}{extra}", flush=True)
     return r

@@ -49,7 +49,7 @@ class PromptBench:
     """Of an LLM of which nobody else asks anything."""
 
     def __init__(self, bench: Any):
-        self._bench, self._llm, self._limits = bench, bench.llm, bench.limits
+        self._bench, self._llm = bench, bench.llm
         self._longest = bench.llm.engine.config.max_model_len
 
     def results(self, repeat: int) -> list[dict[str, Any]]:
@@ -64,10 +64,9 @@ class PromptBench:
         seconds = statistics.median(
             self._bench._timed(self._bench._prompts(1, tokens), [1], 0.0) for _ in range(max(repeat, 3) + 2)
         )
-        limit = self._limits.mixed_seconds(0, 0, tokens)
         return self._bench._result(
-            f"first token of {tokens}", 0.0, 1e3 * seconds, 1e3 * limit, "ms", input_len=tokens,
-            host_ms_per_step=self._bench._host_milliseconds(),
+            f"first token of {tokens}", 0.0, 1e3 * seconds, "ms", lambda limits: 1e3 * limits.mixed_seconds(0, 0, tokens),
+            input_len=tokens, host_ms_per_step=self._bench._host_milliseconds(),
         )  # fmt: skip
 
     def mixed(self, decodes: int, tokens: int) -> dict[str, Any]:
@@ -76,8 +75,8 @@ class PromptBench:
         core = self._llm.engine.core
         core.times.recent_host.clear()
         seconds, context = mixed_step_seconds(core, self._llm.engine.model.vocab_size, decodes, tokens)
-        limit = self._limits.mixed_seconds(decodes, context, tokens)
         return self._bench._result(
-            f"mixed {decodes} + {tokens}", 0.0, 1e3 * seconds, 1e3 * limit, "ms", decodes=decodes, input_len=tokens,
+            f"mixed {decodes} + {tokens}", 0.0, 1e3 * seconds, "ms",
+            lambda limits: 1e3 * limits.mixed_seconds(decodes, context, tokens), decodes=decodes, input_len=tokens,
             host_ms_per_step=self._bench._host_milliseconds(),
         )  # fmt: skip

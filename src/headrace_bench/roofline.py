@@ -21,7 +21,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from copy import copy
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -45,6 +46,7 @@ class Machine:
     flops_spread: float = 0.0
     cards: int = 1  # that work on one step, each with the figures above
     link: float = 0.0  # bytes per second out of a card to another one
+    sustained_flops: float = 0.0  # that it keeps up for a second; 0: not measured
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -198,6 +200,14 @@ class Limits:
             self.kv_bytes = reading.token
         self.cards = machine.cards
         self.kv_part = 1 / min(self.cards, model.num_kv_heads)  # of it that a card has
+
+    def sustained(self) -> Limits | None:
+        """The limits by the rate that the machine keeps up, if that was measured."""
+        if not self.machine.sustained_flops:
+            return None
+        other = copy(self)
+        other.machine = replace(self.machine, flops=self.machine.sustained_flops)
+        return other
 
     def weight_bytes(self, rows: int) -> float:
         """That a step of so many rows reads, of all cards."""
