@@ -160,8 +160,8 @@ class Bench:
         moved = self.limits.decode_bytes(batch * context, batch)
         return self._result(
             f"batch {batch}", temperature, 1e3 * seconds, "ms",
-            lambda limits: 1e3 * limits.decode_seconds(batch, batch * context), input_len=inputs, output_len=outputs, gigabytes_per_second=moved / seconds / 1e9,
-            host_ms_per_step=self._host_milliseconds(),
+            lambda limits: 1e3 * limits.decode_seconds(batch, batch * context), input_len=inputs, output_len=outputs,
+            gigabytes_per_second=moved / seconds / 1e9, host_ms_per_step=self._host_milliseconds(),
         )  # fmt: skip
 
     def prefill(self, count: int, length: int, repeat: int) -> dict[str, Any]:
