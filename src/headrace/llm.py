@@ -127,6 +127,7 @@ class LLM:
             core.scheduler.reset_prefix_cache()
 
     def get_tokenizer(self) -> Tokenizer:
+        """Raises ParameterError where the engine was made with skip_tokenizer_init."""
         if self.tokenizer is None:
             raise ParameterError("prompt", "a text", "token ids only: the engine was made with skip_tokenizer_init")
         return self.tokenizer
@@ -139,8 +140,8 @@ class LLM:
 
         A prompt is a text, a list of token ids, or {"prompt": str} / {"prompt_token_ids": [...]}, with an optional
         "cache_salt". `sampling_params` is one for all or one each; None takes the checkpoint's defaults; `lora`, the name of
-        an adapter, likewise. A bad prompt or
-        parameter raises ParameterError before anything runs; what a logits processor raises comes out here.
+        an adapter, likewise. Raises ParameterError for a bad prompt or parameter before anything runs, EngineDeadError when
+        it is closed meanwhile, and whatever a logits processor raises.
         """
         with Reader(self._shared) as reader:
             running = self._submit(reader, prompts, sampling_params, priority, lora, live=False)
@@ -173,7 +174,7 @@ class LLM:
     ) -> list[RequestOutput]:  # fmt: skip
         """Generate the next message of one conversation or of several, through the checkpoint's chat template.
 
-        `special_tokens_in_content`: "text" keeps those that messages spell out as text.
+        `special_tokens_in_content`: "text" keeps those that messages spell out as text. Raises as `generate`.
         """
         if isinstance(messages, str | dict) or not isinstance(messages, Iterable):
             raise ParameterError("messages", messages, "a conversation, which is a list of messages, or a list of them")
@@ -188,7 +189,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora=lora)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """The likeliest continuations of every prompt; all prompts are searched at once."""
+        """The likeliest continuations of every prompt; all prompts are searched at once. Raises as `generate`."""
         outputs, searches = [], []
         for prompt in _listed(prompts):
             given, _, complete = self._prepare(prompt, SamplingParams(max_tokens=params.max_tokens), {})
@@ -204,7 +205,7 @@ class LLM:
         return outputs
 
     def score(self, prompts: Prompt | Sequence[Prompt], *, stride: int | None = None) -> list[ScoreOutput]:
-        """The logprob of every token of every text, and the texts' perplexities.
+        """The logprob of every token of every text, and the texts' perplexities. Raises as `generate`.
 
         A text longer than the context is read through a window that moves on by `stride` tokens (default: half of it).
         """
@@ -218,7 +219,7 @@ class LLM:
         self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None,
         special_tokens_in_content: str = "token", **template_options: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """The conversation rendered by the chat template and tokenized (the template writes its own special tokens)."""
+        """The conversation by the chat template, tokenized (it writes its own special tokens). Raises ParameterError."""
         from headrace.conversation.literal_content import FORMS
         from headrace.conversation.template import ChatTemplate
         from headrace.conversation.tool_prompt import shown_to

@@ -16,7 +16,7 @@ _HUGE_PAGE = 2 << 20
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A zeroed tensor (an uninitialised NaN would survive a masked-out product as 0 * NaN).
+    """A zeroed tensor (an uninitialised NaN would survive a masked-out product as 0 * NaN). Raises CapacityError.
 
     On the CPU its pages are not touched before they are used, so a large cache costs a laptop nothing at start; they are
     huge ones where the system has them, and begin at a cache line.

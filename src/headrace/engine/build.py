@@ -353,7 +353,8 @@ def choose_device(wanted: str, rank: int = 0, ranks: int = 1) -> torch.device:
 
 
 def fit_context(asked: EngineConfig, limits: Limits) -> Limits:
-    """Lower max_model_len to what the KV cache holds, unless it was asked for. Who names the blocks knows what they hold."""
+    """Lower max_model_len to what the KV cache holds. Raises CapacityError if it was asked for; who names the blocks knows what
+    they hold."""
     capacity = limits.num_blocks * limits.block_size
     if asked.num_kv_blocks is not None or capacity >= limits.max_model_len:
         return limits
@@ -381,7 +382,8 @@ def with_seats(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig,
 
 
 def resolve(config: EngineConfig, model: ModelConfig, device: torch.device) -> Limits:
-    """What the options mean for this model and device. The blocks are as many as could ever be used: memory decides."""
+    """What the options mean for this model and device. The blocks are as many as could ever be used: memory decides. Raises
+    CapacityError for blocks that hold no sequence."""
     max_model_len = config.max_model_len or model.max_position
     block_size = config.block_size or (GPU_BLOCK if device.type == "cuda" else CPU_BLOCK)
     seats = config.max_num_seqs or CPU_SEATS
