@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from engine_driver import make_core, make_requests, run
 from headrace.cli import make_parser
 from headrace.cli.compile import without_weights
 from headrace.cli.options import engine_options
-from headrace.compile_ahead import ahead
+from headrace.compile_ahead import ahead, no_device
 from headrace.compile_ahead.ahead import compiles_ahead, is_complete, note_path, write_note
 from headrace.compile_ahead.cards import CARDS, SHARED_MEMORY, named_card
 from headrace.compile_ahead.played_ranks import with_part_of_vocabulary
@@ -33,6 +34,7 @@ from headrace.config import EngineConfig
 from headrace.engine.build import resolve
 from headrace.engine.preparation import answer_own
 from headrace.errors import ParameterError
+from headrace.kernels import launch
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.decoder_weights import MATRICES
 from headrace.model.families import model_config_from_hf
@@ -161,6 +163,30 @@ def test_what_is_noted_is_compiled_under_the_key_that_a_launch_looks_for(tmp_pat
         needed = subprocess.run(["readelf", "-d", str(module)], capture_output=True, text=True, check=True).stdout
         assert "[libcuda.so.1]" in needed, "a process with the card could not load it"
     assert run("launched")[0] == "1 1"  # nothing more
+
+
+def test_a_triton_whose_kernels_share_what_hands_arguments_over(monkeypatch) -> None:
+    """Since 3.7 nothing is built for each; what stood there for 3.6 asked a driver that was not there, and refused every kernel."""
+
+    def asks_the_driver(source: object, metadata: object) -> None:
+        raise AttributeError("'NoDevice' object has no attribute 'utils'")
+
+    monkeypatch.delattr(no_device.nvidia, "make_launcher")
+    monkeypatch.setattr(no_device.nvidia, "CudaLauncher", asks_the_driver)
+    compiled = no_device.compile_noted(no_device.Launch("kernel", ("key",)), lambda kernel, key: SimpleNamespace(src=kernel, metadata=key))
+    assert (compiled.src, compiled.metadata) == ("kernel", "key")
+
+
+def test_another_triton_is_told_once(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(launch, "_TRITON", "3.8.0")
+    monkeypatch.setattr(launch, "_KNOWN", False)
+    launch.takes_gluon.cache_clear()
+    try:
+        assert not launch.takes_gluon() and not launch.takes_gluon()
+    finally:
+        launch.takes_gluon.cache_clear()
+    [line] = caplog.messages
+    assert line.startswith("Triton is 3.8.0: Headrace's fastest kernels are written for Triton 3.6.x, which torch 2.11 brings")
 
 
 def test_requests_of_our_own_leave_nothing_behind(model) -> None:

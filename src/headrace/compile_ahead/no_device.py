@@ -107,9 +107,10 @@ def note_launches() -> tuple[list[Launch], Callable[..., Any]]:
 
 def compile_noted(found: Launch, original: Callable[..., Any]) -> Any:
     """The compiled kernel, from Triton's cache if it is there, by Triton's `original` compilation; and what hands its
-    arguments over is built."""
+    arguments over is built, where each kernel has its own (until Triton 3.6)."""
     kernel = original(found.kernel, *found.arguments)
-    nvidia.CudaLauncher(kernel.src, kernel.metadata)
+    if hasattr(nvidia, "make_launcher"):
+        nvidia.CudaLauncher(kernel.src, kernel.metadata)
     return kernel
 
 

@@ -17,6 +17,7 @@ Rules that every kernel here keeps:
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,7 @@ __all__ = [
     "touch",
 ]
 
+logger = logging.getLogger(__name__)
 WRITTEN_FOR = "3.6."  # Triton, which Gluon changes with. There a compiled kernel takes all arguments in order, constants too
 _KNOWN = _TRITON.startswith(WRITTEN_FOR)  # elsewhere every launch goes Triton's way
 
@@ -90,7 +92,9 @@ def is_roomy(device: torch.device) -> bool:
 @functools.cache
 def takes_gluon() -> bool:
     """Whether Triton is of the kind that kernels in Gluon, which is young, were written for, and compiles them."""
-    if not _TRITON.startswith(WRITTEN_FOR):
+    if not _KNOWN:
+        others = f"Headrace's fastest kernels are written for Triton {WRITTEN_FOR}x, which torch 2.11 brings: others run here"
+        logger.warning("Triton is %s: %s, and many steps take longer", _TRITON, others)
         return False
     from triton import knobs
 
