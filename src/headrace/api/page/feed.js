@@ -28,16 +28,9 @@ export class Feed {
     this.stats = null; // the newest of all cores
     this.samples = []; // {time, in, out, running, waiting, kv, limit} each half second
     this.changes = 0; // counts all that could change a picture
-    this.listeners = new Set();
     this.coreState = "loaded"; // died | loaded
     this.closed = false;
     this.#forget();
-  }
-
-  /** Called with the feed whenever something has changed; the way to stop it. */
-  listen(listener) {
-    this.listeners.add(listener);
-    return () => this.listeners.delete(listener);
   }
 
   async open() {
@@ -259,7 +252,6 @@ export class Feed {
   #changed() {
     this.changes += 1;
     this.onState(this);
-    for (const listener of this.listeners) listener(this);
   }
 }
 

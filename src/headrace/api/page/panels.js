@@ -1,6 +1,6 @@
 // What slides over the chat: earlier conversations, and the drawer with the system message and sampling.
 
-import { html, useLayoutEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { html, useLayoutEffect, useRef } from "./vendor/htm-preact.js";
 import { IconButton } from "./icons.js";
 import { NUMBERS, asJson, asMarkdown } from "./conversation.js";
 import { listChats } from "./store.js";

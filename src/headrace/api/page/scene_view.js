@@ -1,7 +1,7 @@
 // A guided scene as it is shown: its steps one after the other, each begun by the reader.
 
 import { Component, html } from "./vendor/htm-preact.js";
-import { Icon, IconButton } from "./icons.js";
+import { IconButton } from "./icons.js";
 import { SCENES } from "./scenes.js";
 import { Stage } from "./stage.js";
 

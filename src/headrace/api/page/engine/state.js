@@ -2,7 +2,7 @@
 
 export const FREE = -1; // owner of a block that nobody holds
 export const NO_NODE = -2; // a block that is not in the prefix index; -1: the first of a prompt
-export const DECODE = 2, PREFILL = 1, DRAFTED = 0; // kinds of rows
+export const PREFILL = 1, DRAFTED = 0; // kinds of rows; 2: decodes
 const KEPT_STEPS = 1000, KEPT_SECONDS = 60, KEPT_ENDED = 600, KEPT_TRAIL = 400;
 const HUES = 12;
 
