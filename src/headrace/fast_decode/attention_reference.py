@@ -14,7 +14,7 @@ from headrace.kernels.qkv import rotate_reference
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """What attention must know of a model's heads; `rotated` of `head_dim` dimensions turn (halves paired)."""
+    """What attention must know of a model's heads; how many dimensions turn (halves paired) the tables' width says."""
 
     num_heads: int
     num_kv_heads: int

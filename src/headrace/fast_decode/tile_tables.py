@@ -34,7 +34,7 @@ KINDS = {
 
 
 def from_json(text: str) -> dict[int, StepTiles]:
-    """Inverse of `to_json`. Raises ValueError, KeyError or TypeError on anything else."""
+    """What benchmarks/tile_search.py writes. Raises ValueError, KeyError or TypeError on anything else."""
     table = {}
     for rows, entry in json.loads(text).items():
         products = {}

@@ -200,7 +200,7 @@ def default_table(
     config: ModelConfig, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False, warps: bool = True,
     rounded: bool = True,
 ) -> dict[int, StepTiles]:  # fmt: skip
-    """`copy_engine`: the card can run WideTile, see fast_decode.has_copy_engine; `delta`: see product_shapes. With narrow
+    """`copy_engine`: the card can run WideTile, see takes.has_copy_engine; `delta`: see product_shapes. With narrow
     weights for few rows: above, FP8 tensor cores or whole matrices in bfloat16 are faster (kernels/narrow_linear.py). `warps`:
     all of them suit WarpTile; `rounded`: the model, and the card, suit RoundedTile if its layers are FP8."""
     wide = copy_engine and kinds == FLOAT

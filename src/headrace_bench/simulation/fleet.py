@@ -89,7 +89,6 @@ class Fleet:
                 self.balancer.added(number)
         self.record = Record()
         self.queue = QueueLimits(_Engine(self), setup.server)  # type: ignore[arg-type]
-        self.num_turns = 0
         self._tickets: dict[str, tuple[Ticket, int]] = {}  # and the load that it is for its core
         self._heap: list[tuple[float, int, int, Any]] = []
         self._arrivals: Iterator[tuple[float, Ask]] = iter(())
@@ -122,7 +121,6 @@ class Fleet:
         return outcome
 
     def _turn(self, core: Core, now: float) -> None:
-        self.num_turns += 1
         core.turn(now)
         if self.setup.checks:
             core.scheduler.check()
