@@ -17,9 +17,11 @@ from headrace.compile_ahead.cards import CARDS
 from headrace.config import EngineConfig
 from headrace.engine.build import resolve, with_seats
 from headrace.engine.interface import seats_of_core
+from headrace.engine.weight_sizes import weight_bytes
 from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.families import model_config_from_hf
+from headrace.model.loader import load_model
 from headrace.model.row_elements import row_elements
 from headrace.worker.memory_plan import GIB, plan_memory
 from headrace.worker.seats import SEAT_TOKENS, SEATS, STATE_SEATS, card_seats
@@ -58,6 +60,17 @@ def test_cards_have_as_many_as_they_have_room_for(checkpoint):
     assert (decided(checkpoint, 79, quantization="fp8"), decided(checkpoint, 79, kv_cache_dtype="fp8")) == (512, 1024)
     assert decided(checkpoint, 139, max_model_len=64) == 1024
     assert decided(checkpoint, 79, tensor_parallel_size=2) == 1024, "half of the weights and of the cache on each"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_random_weights_are_as_many_as_are_made(tmp_path, tied):
+    """With a head of its own, unless it is the embedding once more."""
+    small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    path = write_shape(tmp_path, **QWEN | small, tie_word_embeddings=tied)
+    config = EngineConfig(model=str(path), load_format="dummy", skip_tokenizer_init=True, device="cpu")
+    dummy = resolve_checkpoint(config)
+    made = load_model(dummy, model_config_from_hf(dummy.config), torch.float32, torch.device("cpu")).num_bytes
+    assert weight_bytes(config, dummy, on_card=False) == made
 
 
 @pytest.mark.parametrize("asked", [1, 33, 700, 65536])

@@ -35,9 +35,12 @@ def weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) ->
 
 
 def _weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) -> int:
-    plan = weight_plan(model_config_from_hf(checkpoint.config))
-    by_name = {} if checkpoint.format == "dummy" else checkpoint.tensors()
-    plan = [spec for spec in plan if not spec.optional or any(name in by_name for name, _ in spec.sources)]
+    model = model_config_from_hf(checkpoint.config)
+    plan, by_name = weight_plan(model), {} if checkpoint.format == "dummy" else checkpoint.tensors()
+    if by_name:
+        plan = [spec for spec in plan if not spec.optional or any(name in by_name for name, _ in spec.sources)]
+    elif checkpoint.ties_head(model.family):
+        plan = [spec for spec in plan if not spec.optional]
     elements = sum(math.prod(spec.shape) for spec in plan)
     tensors = list(by_name.values())
     if not on_card:
