@@ -154,7 +154,7 @@ def test_a_model_that_nodes_find_by_its_path_is_called_as_it_was_given(model, ca
 
 
 def test_a_card_that_is_not_there_is_refused(model, never_starts, capsys, monkeypatch):
-    monkeypatch.setattr("headrace.engine.options._has_cuda_driver", lambda: False)
+    monkeypatch.setattr("headrace.engine.options.cuda_driver", lambda: None)
     assert main(["serve", model, "--port", "0", "--device", "cuda"]) == 1
     assert capsys.readouterr().err.startswith("headrace: --device: got 'cuda', allowed: auto or cpu here")
 
@@ -164,11 +164,12 @@ def test_a_card_may_be_asked_for_where_there_is_a_driver(model, monkeypatch):
     checkpoint = resolve_checkpoint(config)
     options = config, checkpoint, model_config_from_hf(checkpoint.config)
 
-    def library(name: str) -> None:
+    def library(name: str) -> str:
         if not there:
             raise OSError(f"{name}: cannot open shared object file")
+        return name
 
-    monkeypatch.setattr("headrace.engine.options.ctypes.CDLL", library)
+    monkeypatch.setattr("headrace.machine.ctypes.CDLL", library)
     there = True
     check_options(*options)
     there = False

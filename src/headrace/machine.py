@@ -1,4 +1,5 @@
-"""What of the machine is this process's own: memory and cores as the kernel and the control groups (v1 and v2) grant them.
+"""What of the machine is this process's own: memory and cores as the kernel and the control groups (v1 and v2) grant them, and
+the cards that CUDA shows it.
 
 A container sees the whole host in /proc; what it may use stands in its control group and in those above it.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
@@ -74,6 +76,24 @@ def usable_cores(root: Path = ROOT) -> int:
         if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and -1 are no limit
             cores = min(cores, -(-int(quota) // int(period)))
     return max(1, cores)
+
+
+def cuda_driver() -> ctypes.CDLL | None:
+    """The CUDA driver's library, with nothing initialized; None: there is none, and so no card."""
+    if not sys.platform.startswith(("linux", "win")):
+        return None
+    try:
+        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return None
+
+
+def num_cards() -> int:
+    """As CUDA counts them, which looks at CUDA_VISIBLE_DEVICES. No context is made."""
+    driver, count = cuda_driver(), ctypes.c_int(0)
+    if driver is None or driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:

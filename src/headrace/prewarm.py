@@ -13,6 +13,7 @@ import threading
 from functools import partial
 
 from headrace.extras import is_installed
+from headrace.machine import cuda_driver
 
 CAPABILITY = (75, 76)  # the driver's attributes: major and minor
 
@@ -21,9 +22,7 @@ def prewarm(device: str, card: int = 0) -> None:
     """Begin, in threads, for one of the visible cards; what fails here is done again, and reported, where it is needed."""
     if device not in ("auto", "cuda") or not is_installed("triton"):
         return
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:  # no driver, no card
+    if (driver := cuda_driver()) is None:
         return
     for work in (_make_context, _ask_triton):
         threading.Thread(target=_quietly, args=(partial(work, driver, card),), daemon=True).start()

@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 
 from headrace.errors import ParameterError
+from headrace.machine import cuda_driver
 
 SHARED_MEMORY = {  # bytes that a program may have, by compute capability (CUDA's programming guide)
     80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 120: 99 << 10,
@@ -54,9 +55,7 @@ def named_card(name: str) -> Card:
 
 def present_card() -> Card | None:
     """The first card that this process may see, asked of the driver itself: no context is made, and torch is not needed."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    if (driver := cuda_driver()) is None:
         return None
     device, number, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
     if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceGetName(name, 256, device):

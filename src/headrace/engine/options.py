@@ -6,12 +6,10 @@ found there.
 
 from __future__ import annotations
 
-import ctypes
-import sys
-
 from headrace.config import CPU_BLOCK, GPU_BLOCK, EngineConfig
 from headrace.errors import CapacityError, ParameterError
 from headrace.lora.names import named_adapters
+from headrace.machine import cuda_driver
 from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.latent_config import refuse_narrow_cache
@@ -35,7 +33,7 @@ def check_options(
     check_machine(config.tensor_parallel_size)
     if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ParameterError("max_model_len", config.max_model_len, f"at most {model.max_position}, the model's context")
-    driver = _has_cuda_driver() if here else config.device != "cpu"
+    driver = cuda_driver() is not None if here else config.device != "cpu"
     if config.device == "cuda" and not driver:
         raise ParameterError("device", config.device, "auto or cpu here: there is no NVIDIA driver")
     _check_cpu_options(config, checkpoint, driver)
@@ -111,14 +109,3 @@ def _check_cache(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfi
             f"kv_cache_bytes = {config.kv_cache_bytes} holds {blocks * block_size} tokens, in blocks of {block_size}, which "
             + (f"max_model_len = {config.max_model_len} does not fit into" if blocks else "is not one block")
         )
-
-
-def _has_cuda_driver() -> bool:
-    """Whether there may be a card; nothing is initialized."""
-    if not sys.platform.startswith(("linux", "win")):
-        return False
-    try:
-        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return False
-    return True

@@ -7,7 +7,6 @@ stay there.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from headrace.engine.core_supply import StandbySupply
 from headrace.engine.supervision import Core
 from headrace.engine.wire import Place
 from headrace.errors import ParameterError
-from headrace.machine import available_memory, usable_cores, usable_cpus
+from headrace.machine import available_memory, num_cards, usable_cores, usable_cpus
 
 logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -101,15 +100,3 @@ class PlacedSupply(StandbySupply):
 def share(whole: Sequence[Item], number: int, count: int) -> Sequence[Item]:
     """Part `number` of what is divided into `count` parts as equal as can be."""
     return whole[number * len(whole) // count : (number + 1) * len(whole) // count]
-
-
-def num_cards() -> int:
-    """As CUDA counts them, which looks at CUDA_VISIBLE_DEVICES. No context is made."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value

@@ -11,9 +11,8 @@ import ctypes
 from collections.abc import Sequence
 
 from headrace.config import EngineConfig
-from headrace.engine.placement import num_cards
 from headrace.errors import CapacityError
-from headrace.machine import available_memory
+from headrace.machine import available_memory, cuda_driver, num_cards
 
 GIB = 1 << 30
 HOST_SHARE = 0.9  # of the free memory: other programs want some, too
@@ -31,8 +30,9 @@ def budget_of(config: EngineConfig, wanted: int | None) -> tuple[int, bool]:
 
 def card_bytes() -> int:
     """Of the first card that CUDA sees. No context is made."""
-    cuda, device, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.c_size_t(0)
-    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0) or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+    cuda, device, size = cuda_driver(), ctypes.c_int(0), ctypes.c_size_t(0)
+    there = cuda is not None and not cuda.cuInit(0) and not cuda.cuDeviceGet(ctypes.byref(device), 0)
+    if cuda is None or not there or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device):
         raise CapacityError("the driver does not say how much memory the card has: give --model-memory-bytes")
     return size.value
 
