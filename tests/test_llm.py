@@ -174,19 +174,44 @@ def test_chat_renders_the_template_once(llm):
 
 
 def test_embeddings_equal_transformers(llm, witness):
-    from headrace.engine.messages import EngineRequest
+    prompts = [[(11 * i) % 500 + 3 for i in range(n)] for n in (45, 1, 9)]
+    for pooling in ("mean", "last"):
+        found = llm.embed(prompts, pooling=pooling, use_tqdm=False)
+        assert [o.prompt_token_ids for o in found] == prompts and len({o.request_id for o in found}) == 3
+        for ids, output in zip(prompts, found, strict=True):
+            with torch.inference_mode():
+                hidden = witness.model(torch.tensor([ids])).last_hidden_state[0]
+            want = hidden.mean(0) if pooling == "mean" else hidden[-1]
+            assert output.finished and output.outputs.hidden_size == len(want)
+            assert torch.allclose(torch.tensor(output.outputs.embedding), want / want.norm(), atol=1e-4)
 
-    core, ids = llm.engine.core, [(11 * i) % 500 + 3 for i in range(45)]
-    with torch.inference_mode():
-        hidden = witness.model(torch.tensor([ids])).last_hidden_state[0]
-    params = SamplingParams(max_tokens=1).resolved({})
-    for pooling, want in (("mean", hidden.mean(0)), ("last", hidden[-1])):
-        core.add(EngineRequest("e", ids, params, 0, pooling=pooling))
-        news = []
-        while core.has_work:
-            news += core.step()
-        got = torch.tensor(next(n.embedding for n in news if n.embedding))
-        assert torch.allclose(got, want / want.norm(), atol=1e-4)
+
+def test_prompts_to_embed_have_every_form(llm):
+    text = PROMPTS[0]
+    ids = llm.tokenizer.encode(text)
+    (one,) = llm.embed(text)
+    forms = [text, ids, {"prompt": text, "cache_salt": "a"}, {"prompt_token_ids": ids}]
+    for output in llm.embed(iter(forms), use_tqdm=False):
+        assert output.prompt_token_ids == ids and output.outputs.embedding == pytest.approx(one.outputs.embedding, abs=1e-6)
+    (cut,) = llm.embed(ids, truncate_prompt_tokens=2)
+    assert cut.prompt_token_ids == ids[-2:] and cut.outputs != one.outputs and llm.embed([]) == []
+    stream = llm.stream(ids, SamplingParams(max_tokens=8, **GREEDY))
+    next(stream)
+    assert llm.embed(text)[0].outputs.embedding == pytest.approx(one.outputs.embedding, abs=1e-6) and list(stream)
+    for bad, field in (
+        ({"prompts": text, "pooling": "cls"}, "pooling"), ({"prompts": [text, []]}, "prompt"), ({"prompts": 5}, "prompts"),
+        ({"prompts": [[3] * 128]}, "prompt"), ({"prompts": text, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ):  # fmt: skip
+        with pytest.raises(ParameterError) as caught:
+            llm.embed(**bad)
+        assert caught.value.field == field
+
+
+def test_a_vector_that_is_not_finite_is_told(llm, monkeypatch):
+    with monkeypatch.context() as patched, pytest.raises(HeadraceError, match="prompt 0 has no vector of finite numbers"):
+        patched.setattr(np.linalg, "norm", lambda pooled: math.nan)
+        llm.embed([[5], [5, 7]])
+    assert llm.embed([5])[0].outputs.hidden_size == llm.engine.model.hidden_size
 
 
 BAD_INPUT = [
@@ -403,6 +428,7 @@ WAYS_IN = {
     "prompt": lambda llm: llm.generate([[5, NOWHERE]], SamplingParams(max_tokens=1)),
     "stream": lambda llm: list(llm.stream([{"prompt_token_ids": [NOWHERE]}])),
     "score": lambda llm: llm.score([[5, NOWHERE]]),
+    "embed": lambda llm: llm.embed([[5, NOWHERE]]),
     "beam search": lambda llm: llm.beam_search([[NOWHERE]], BeamSearchParams(beam_width=2)),
     "stop_token_ids": lambda llm: llm.generate("a", SamplingParams(stop_token_ids=[5, NOWHERE])),
     "allowed_token_ids": lambda llm: llm.generate("a", SamplingParams(allowed_token_ids=[5, NOWHERE])),
@@ -435,7 +461,7 @@ def test_a_fork_of_a_process_that_made_an_engine_is_told_so(llm, model):
     next(stream)
     uses = [
         lambda: LLM(model, **OPTIONS), lambda: llm.generate("a", use_tqdm=False), lambda: next(stream), lambda: llm.score("a b"),
-        lambda: llm.beam_search("a", BeamSearchParams(beam_width=2)), llm.reset_prefix_cache,
+        lambda: llm.beam_search("a", BeamSearchParams(beam_width=2)), lambda: llm.embed("a"), llm.reset_prefix_cache,
     ]  # fmt: skip
 
     def child(pipe) -> None:

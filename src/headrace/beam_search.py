@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,9 +24,12 @@ from headrace.engine.sharing import Reader, SharedCore
 from headrace.errors import HeadraceError, ParameterError
 from headrace.sampling.checks import MAX_LOGPROBS, check_float, check_int, packed
 from headrace.sampling.params import AtMost, SamplingParams
+from headrace.text.inputs import GivenPrompt
+from headrace.text.stream import continuation
 
 if TYPE_CHECKING:
     from headrace.engine.interface import AsyncEngine
+    from headrace.model.tokenizer import Tokenizer
 
 NONE = -1.0e9  # the score of a beam that is not there yet, as in Transformers
 
@@ -179,6 +183,27 @@ def candidates_of(news: EngineOutput) -> Candidates:
         raise HeadraceError(news.error or f"a beam ended with {news.finish_reason}")
     entry = news.logprobs[0]
     return Candidates(entry.ids[1:], entry.logprobs[1:])  # the sampled one comes first, and once more in its place
+
+
+def beams_in_core(
+    shared: SharedCore, prompts: Sequence[tuple[GivenPrompt, array, SamplingParams]], params: BeamSearchParams,
+    tokenizer: Tokenizer | None,
+) -> list[BeamSearchOutput]:  # fmt: skip
+    """All searches of prepared prompts, each with its own `max_tokens`; without a tokenizer beams have no text."""
+    outputs, searches = [], []
+    for given, _, complete in prompts:
+        own = msgspec.structs.replace(params, max_tokens=complete.max_tokens)
+        searches.append(BeamSearch(given.ids, own, complete.eos_token_ids, given.cache_salt))
+        outputs.append(BeamSearchOutput(given.text, given.ids))
+    search_in_core(shared, searches)
+    for output, search in zip(outputs, searches, strict=True):
+        output.sequences = search.results()
+        if tokenizer is None:
+            continue
+        for sequence in output.sequences:
+            shown = sequence.token_ids[:-1] if sequence.finish_reason == "stop" else sequence.token_ids
+            sequence.text = continuation(tokenizer, output.prompt_token_ids, shown)
+    return outputs
 
 
 def search_in_core(shared: SharedCore, searches: Sequence[BeamSearch]) -> None:

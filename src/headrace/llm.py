@@ -1,4 +1,4 @@
-"""The offline API: `LLM(...).generate(...)`, `.stream`, `.chat`, `.beam_search` and `.score`; names and fields are vLLM's."""
+"""The offline API: `LLM(...).generate(...)`, `.stream`, `.chat`, `.beam_search`, `.embed`, `.score`; its names are vLLM's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from headrace.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, search_in_core
+from headrace.beam_search import BeamSearchOutput, BeamSearchParams, beams_in_core
 from headrace.config import EngineConfig
+from headrace.embedding import EmbeddingRequestOutput, embed_in_core
 from headrace.engine.build import Engine, build_engine
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.sharing import Reader, SharedCore
@@ -25,7 +26,7 @@ from headrace.sampling.params import SamplingParams, defaults_in_words
 from headrace.scoring import ScoreOutput, score_in_core
 from headrace.text.inputs import GivenPrompt, InputProcessor, Prompt
 from headrace.text.output import CompletionOutput, RequestOutput, request_metrics
-from headrace.text.stream import Delta, SampleStream, continuation
+from headrace.text.stream import Delta, SampleStream
 
 if TYPE_CHECKING:
     from headrace.conversation.literal_content import LiteralContent
@@ -190,19 +191,16 @@ class LLM:
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest continuations of every prompt; all prompts are searched at once. Raises as `generate`."""
-        outputs, searches = [], []
-        for prompt in _listed(prompts):
-            given, _, complete = self._prepare(prompt, SamplingParams(max_tokens=params.max_tokens), {})
-            own = msgspec.structs.replace(params, max_tokens=complete.max_tokens)
-            searches.append(BeamSearch(given.ids, own, complete.eos_token_ids, given.cache_salt))
-            outputs.append(BeamSearchOutput(given.text, given.ids))
-        search_in_core(self._shared, searches)
-        for output, search in zip(outputs, searches, strict=True):
-            output.sequences = search.results()
-            for sequence in output.sequences if self.tokenizer is not None else ():
-                shown = sequence.token_ids[:-1] if sequence.finish_reason == "stop" else sequence.token_ids
-                sequence.text = continuation(self.tokenizer, output.prompt_token_ids, shown)  # type: ignore[arg-type]
-        return outputs
+        prepared = [self._prepare(p, SamplingParams(max_tokens=params.max_tokens), {}) for p in _listed(prompts)]
+        return beams_in_core(self._shared, prepared, params, self.tokenizer)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "mean", truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:  # fmt: skip
+        """The vector of every prompt, as /v1/embeddings has it. `pooling`: "mean" or "last". Raises as `generate`."""
+        params = SamplingParams(max_tokens=1, truncate_prompt_tokens=truncate_prompt_tokens)
+        return embed_in_core(self._shared, [self._prepare(p, params, {}) for p in _listed(prompts)], pooling, use_tqdm)
 
     def score(self, prompts: Prompt | Sequence[Prompt], *, stride: int | None = None) -> list[ScoreOutput]:
         """The logprob of every token of every text, and the texts' perplexities. Raises as `generate`.

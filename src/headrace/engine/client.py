@@ -22,6 +22,7 @@ import zmq.asyncio
 
 from headrace.config import EngineConfig
 from headrace.engine.core_process import CoreProcess, EarlyCore
+from headrace.engine.embedding import embedding_request
 from headrace.engine.interface import Balancer, CoreStatus, EngineStatus, Spectator
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.observers import DrainRate, Observers
@@ -231,8 +232,7 @@ class EngineClient:
         self, request_id: str, prompt_ids: Sequence[int], pooling: str, *, priority: int = 0, cache_salt: str = ""
     ) -> list[float]:
         """The pooled, normalized hidden state of a prompt."""
-        params = SamplingParams(max_tokens=1, temperature=0.0).resolved({})
-        request = EngineRequest(request_id, packed(prompt_ids), params, 0, priority, cache_salt, output_ids=[], pooling=pooling)
+        request = embedding_request(request_id, prompt_ids, pooling, priority=priority, cache_salt=cache_salt)
         async with contextlib.aclosing(self._run(request)) as stream:
             async for news in stream:
                 if news.embedding is not None:
