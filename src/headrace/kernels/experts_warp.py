@@ -23,7 +23,7 @@ from headrace.kernels.experts_ends import Joining, alone, finish_row, open_gate,
 from headrace.kernels.experts_few import Choice, choice_of, expert_of
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, hold, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, assembly, held_width
-from headrace.kernels.warp_words import LOAD, LOAD_ONCE, load_words
+from headrace.kernels.warp_words import LOAD, LOAD_ONCE, load_words, types
 
 COLUMNS = 32  # of the gated product a program has: a group of what comes next
 WARPS = 2  # that share columns
@@ -67,6 +67,7 @@ def _operands(rows: int) -> Any:
 
 WORD_1, WORD_2 = _multiply_word(1), _multiply_word(2)
 OPERANDS_1, OPERANDS_2 = _operands(1), _operands(2)
+INT_4, INT_8 = types("int32", 4), types("int32", 8)
 ABOVE, BELOW = tl and tl.constexpr(_ABOVE), tl and tl.constexpr(_BELOW - (1 << 32))
 
 
@@ -112,7 +113,6 @@ def load_x(xs, run, own):
 def add_run(acc, weights, x, constants):
     """acc, for each row of x of a thread's two rows of the weights, + the products of a run."""
     ROWS: tl.constexpr = len(x)
-    SUMS: tl.constexpr = (tl.int32,) * (4 * ROWS)
     upper, lower = weights
     sums = ()
     for _ in tl.static_range(4 * ROWS):
@@ -122,9 +122,9 @@ def add_run(acc, weights, x, constants):
         for r in tl.static_range(ROWS):
             given = given + (x[r][0][word],)
         if ROWS == 1:
-            sums = tl.inline_asm_elementwise(WORD_1, OPERANDS_1, given, dtype=SUMS, is_pure=True, pack=1)
+            sums = tl.inline_asm_elementwise(WORD_1, OPERANDS_1, given, dtype=INT_4, is_pure=True, pack=1)
         else:
-            sums = tl.inline_asm_elementwise(WORD_2, OPERANDS_2, given, dtype=SUMS, is_pure=True, pack=1)
+            sums = tl.inline_asm_elementwise(WORD_2, OPERANDS_2, given, dtype=INT_8, is_pure=True, pack=1)
     above, below = upper[1].to(tl.float32), lower[1].to(tl.float32)
     new = ()
     for r in tl.static_range(ROWS):

@@ -22,7 +22,7 @@ from headrace.kernels.experts_sort import Sorted, tile_end, tile_expert, tile_fi
 from headrace.kernels.experts_warp import own_runs
 from headrace.kernels.launch import gdc_launch_dependents, gdc_wait, hold, jit, pdl, tl
 from headrace.kernels.narrow import NarrowMatrix, are_mxfp4, assembly, held_width
-from headrace.kernels.warp_words import LOAD, LOAD_ONCE, M_8, MULTIPLY_8, load_words
+from headrace.kernels.warp_words import FLOAT_4, LOAD, LOAD_ONCE, M_8, MULTIPLY_8, UINT_2, UINT_16, load_words
 
 # For each expert, on average: fewer are multiplied by whole numbers (experts_warp_tiles.py), more by warps with roles
 # (experts_roles.py). Measured on an H200 with 32 experts, as are the tiles
@@ -55,11 +55,10 @@ LOAD_SCALES = tl and tl.constexpr("ld.global.v2.b32 {$0, $1}, [$2];")
 @jit
 def _load_run(weights, scales, run):
     """Of every row of a thread the four words of a run, and the run's four scales."""
-    TWO: tl.constexpr = (tl.uint32, tl.uint32)
     found = ()
     for i in tl.static_range(len(weights)):
         pointers = (scales[i] + run * 4).to(tl.int64)
-        four = tl.inline_asm_elementwise(LOAD_SCALES, "=r,=r,l", [pointers], dtype=TWO, is_pure=False, pack=1)
+        four = tl.inline_asm_elementwise(LOAD_SCALES, "=r,=r,l", [pointers], dtype=UINT_2, is_pure=False, pack=1)
         found = found + ((load_words(weights[i] + run * 64, LOAD_ONCE), four),)
     return found
 
@@ -77,10 +76,9 @@ def _load_x(xs, run):
 
 @jit
 def _widened(row, scale_at):
-    SIXTEEN: tl.constexpr = (tl.uint32,) * 16
     words, scales = row
     given = words + (scales[0], scales[1], scale_at)
-    return tl.inline_asm_elementwise(WIDEN, WIDE, given, dtype=SIXTEEN, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(WIDEN, WIDE, given, dtype=UINT_16, is_pure=True, pack=1)
 
 
 @jit
@@ -99,13 +97,12 @@ def _four(acc, index: tl.constexpr):
 @jit
 def _add_run(acc, run, xs, scale_at):
     """acc, of each tile and eight rows of x four sums, + the products of a run."""
-    D: tl.constexpr = (tl.float32,) * 4
     new = ()
     for tile in tl.static_range(len(run) // 2):
         upper, lower = _widened(run[2 * tile], scale_at), _widened(run[2 * tile + 1], scale_at)
         for n in tl.static_range(len(xs)):
             given = upper + lower + xs[n] + _four(acc, tile * len(xs) + n)
-            d = tl.inline_asm_elementwise(MULTIPLY_8, M_8, given, dtype=D, is_pure=True, pack=1)
+            d = tl.inline_asm_elementwise(MULTIPLY_8, M_8, given, dtype=FLOAT_4, is_pure=True, pack=1)
             new = new + (d[0], d[1], d[2], d[3])
     return new
 

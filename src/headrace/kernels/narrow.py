@@ -205,16 +205,16 @@ def _convert_halves(raw, ASM_2: tl.constexpr, ASM_4: tl.constexpr, BYTES: tl.con
 @jit
 def _convert_int4(raw, zero, high_zero, BYTES: tl.constexpr):
     # -(128 + zero) twice in a register: a small whole number is the end of 128's fraction, as in the numbers themselves
-    TWO: tl.constexpr = (tl.bfloat16, tl.bfloat16)
     less = tl.zeros(raw.shape, tl.uint32) + (zero.to(tl.uint32) * 0x10001 | 0xC300C300)
     high_less = tl.zeros(raw.shape, tl.uint32) + (high_zero.to(tl.uint32) * 0x10001 | 0xC300C300)
     if BYTES == 4:
         low, high = tl.inline_asm_elementwise(
-            INT4_4, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [raw, less, high_less], dtype=TWO, is_pure=True, pack=4
+            INT4_4, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [raw, less, high_less],
+            dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
         )
     else:
         low, high = tl.inline_asm_elementwise(
-            INT4_2, "=r,=r,r,r,r,r,r", [raw, less, high_less], dtype=TWO, is_pure=True, pack=2
+            INT4_2, "=r,=r,r,r,r,r,r", [raw, less, high_less], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     return low, high
 

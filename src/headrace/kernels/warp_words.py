@@ -95,6 +95,13 @@ def _sum(count: int) -> Any:
     return _text(["mov.f32 z, 0f00000000;", "mov.b32 o, 0x3f803f80;", *lines], ".reg .f32 z, u, v;\n.reg .b32 o;")
 
 
+def types(name: str, count: int) -> Any:
+    """What an instruction gives. Not to be made within a kernel: later Tritons take such a tuple apart."""
+    return tl and tl.constexpr((getattr(tl, name),) * count)
+
+
+UINT_2, UINT_4, UINT_8, UINT_16 = (types("uint32", count) for count in (2, 4, 8, 16))
+FLOAT_2, FLOAT_4 = types("float32", 2), types("float32", 4)
 LOAD = tl and tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
 LOAD_ONCE = tl and tl.constexpr("ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
 MULTIPLY_8, MULTIPLY_4 = _multiply(8), _multiply(4)
@@ -106,25 +113,22 @@ M_8, M_4, S_8, S_4 = _constraints(4, 48, "f", 4), _constraints(4, 24, "f", 4), _
 @jit
 def load_words(pointers, INSTRUCTION: tl.constexpr):
     """16 bytes of each thread."""
-    WORDS: tl.constexpr = (tl.uint32, tl.uint32, tl.uint32, tl.uint32)
     return tl.inline_asm_elementwise(
-        INSTRUCTION, "=r,=r,=r,=r,l", [pointers.to(tl.int64)], dtype=WORDS, is_pure=False, pack=1
+        INSTRUCTION, "=r,=r,=r,=r,l", [pointers.to(tl.int64)], dtype=UINT_4, is_pure=False, pack=1
     )  # fmt: skip
 
 
 @jit
 def convert_row(words, KIND: tl.constexpr, ORDERED: tl.constexpr):
     """A row's four words as operands."""
-    EIGHT: tl.constexpr = (tl.uint32,) * 8
-    SIXTEEN: tl.constexpr = (tl.uint32,) * 16
     if KIND == "int4" and ORDERED:
-        out = tl.inline_asm_elementwise(CONVERT_INT4_ORDERED, C_16_4, words, dtype=SIXTEEN, is_pure=True, pack=1)
+        out = tl.inline_asm_elementwise(CONVERT_INT4_ORDERED, C_16_4, words, dtype=UINT_16, is_pure=True, pack=1)
     elif KIND == "int4":
-        out = tl.inline_asm_elementwise(CONVERT_INT4, C_16_4, words, dtype=SIXTEEN, is_pure=True, pack=1)
+        out = tl.inline_asm_elementwise(CONVERT_INT4, C_16_4, words, dtype=UINT_16, is_pure=True, pack=1)
     elif KIND == "fp8":
-        out = tl.inline_asm_elementwise(CONVERT_FP8, C_8_4, words, dtype=EIGHT, is_pure=True, pack=1)
+        out = tl.inline_asm_elementwise(CONVERT_FP8, C_8_4, words, dtype=UINT_8, is_pure=True, pack=1)
     else:
-        out = tl.inline_asm_elementwise(CONVERT_INT8, C_8_4, words, dtype=EIGHT, is_pure=True, pack=1)
+        out = tl.inline_asm_elementwise(CONVERT_INT8, C_8_4, words, dtype=UINT_8, is_pure=True, pack=1)
     return out
 
 
@@ -132,31 +136,27 @@ def convert_row(words, KIND: tl.constexpr, ORDERED: tl.constexpr):
 def prepare_x(x, KIND: tl.constexpr, ORDERED: tl.constexpr):
     """As the second operand of the products."""
     if KIND == "int4" and not ORDERED:
-        SIXTEEN: tl.constexpr = (tl.uint32,) * 16
-        x = tl.inline_asm_elementwise(PAIR_X, C_16_16, x, dtype=SIXTEEN, is_pure=True, pack=1)
+        x = tl.inline_asm_elementwise(PAIR_X, C_16_16, x, dtype=UINT_16, is_pure=True, pack=1)
     elif KIND == "fp8":
-        EIGHT: tl.constexpr = (tl.uint32,) * 8
-        x = tl.inline_asm_elementwise(SCALE_X, C_8_8, x, dtype=EIGHT, is_pure=True, pack=1)
+        x = tl.inline_asm_elementwise(SCALE_X, C_8_8, x, dtype=UINT_8, is_pure=True, pack=1)
     return x
 
 
 @jit
 def add_products(upper, lower, x, before, KIND: tl.constexpr):
     """before + a tile's products: of rows g and g + 8, columns 2 q and 2 q + 1 each."""
-    D: tl.constexpr = (tl.float32,) * 4
     if KIND == "int4":
-        out = tl.inline_asm_elementwise(MULTIPLY_8, M_8, upper + lower + x + before, dtype=D, is_pure=True, pack=1)
+        out = tl.inline_asm_elementwise(MULTIPLY_8, M_8, upper + lower + x + before, dtype=FLOAT_4, is_pure=True, pack=1)
     else:
-        out = tl.inline_asm_elementwise(MULTIPLY_4, M_4, upper + lower + x + before, dtype=D, is_pure=True, pack=1)
+        out = tl.inline_asm_elementwise(MULTIPLY_4, M_4, upper + lower + x + before, dtype=FLOAT_4, is_pure=True, pack=1)
     return out
 
 
 @jit
 def sums_of_x(x, KIND: tl.constexpr):
     """Of columns 2 q and 2 q + 1."""
-    D: tl.constexpr = (tl.float32,) * 2
     if KIND == "int4":
-        out = tl.inline_asm_elementwise(SUM_8, S_8, x, dtype=D, is_pure=True, pack=1)
+        out = tl.inline_asm_elementwise(SUM_8, S_8, x, dtype=FLOAT_2, is_pure=True, pack=1)
     else:
-        out = tl.inline_asm_elementwise(SUM_4, S_4, x, dtype=D, is_pure=True, pack=1)
+        out = tl.inline_asm_elementwise(SUM_4, S_4, x, dtype=FLOAT_2, is_pure=True, pack=1)
     return out
