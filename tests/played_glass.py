@@ -119,7 +119,7 @@ class Recording:
         stats = scheduler.stats
         shared = {
             "running": scheduler.num_running, "waiting": scheduler.num_waiting, "kv_usage": scheduler.kv_usage,
-            "steps": scheduler._num_steps, "scheduled_tokens": 0, "preemptions": stats.num_preemptions,
+            "steps": scheduler.num_steps, "scheduled_tokens": 0, "preemptions": stats.num_preemptions,
             "prefix_queries": stats.prefix_query_tokens, "prefix_hits": stats.prefix_hit_tokens, "drafts": 0, "draft_tokens": 0,
             "accepted_tokens": 0,
         }  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headrace.sampling.params import SamplingParams
+from headrace.sampling.params import GREEDY_EPS, SamplingParams
 from headrace.sampling.philox import MULTIPLIER_0, MULTIPLIER_1, PURPOSE_SAMPLE, ROUNDS, WEYL_0, WEYL_1, WORD
 from headrace.sampling.sampler import SampleInputs
 
@@ -109,7 +109,7 @@ def sample_inputs(
         seed=column(seeds, torch.int64),
         output_index=column(output_indices, torch.int64),
         sample_index=column([p.sample_index for p in params], torch.int32),
-        all_greedy=all(p.greedy for p in params),
+        all_greedy=all(p.temperature < GREEDY_EPS for p in params),
         any_top_k=any(p.top_k > 0 for p in params),
         any_top_p=any(p.top_p < 1.0 for p in params),
         any_min_p=any(p.min_p > 0.0 for p in params),

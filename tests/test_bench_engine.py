@@ -250,9 +250,9 @@ def test_the_core_knows_the_host_times_of_each_step(tmp_path):
     with LLM(write_shape(tmp_path, **SMALL), device="cpu", load_format="dummy", skip_tokenizer_init=True) as llm:
         core, bench = llm.engine.core, SimpleNamespace(llm=llm)
         core.times.recent_host.clear()
-        assert Bench._host_milliseconds(bench) == 0.0
+        assert Bench.host_milliseconds(bench) == 0.0
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5, ignore_eos=True, detokenize=False), use_tqdm=False)
         found = sorted(core.times.recent_host)
         assert len(found) >= 5 and found[0] > 0
         core.times.recent_host.extend([1e-9, 100.0] * 50)
-        assert math.isclose(Bench._host_milliseconds(bench), 1e3 * statistics.median([*found, *[1e-9, 100.0] * 50]))
+        assert math.isclose(Bench.host_milliseconds(bench), 1e3 * statistics.median([*found, *[1e-9, 100.0] * 50]))

@@ -99,7 +99,7 @@ class Shown:
         loop.glass._due = 0.0
         loop._say(Outputs(), loop._snapshot())
         in_use = sum(map(bool, scheduler.pool.refs))
-        await expect(state(self.page)).to_have_attribute("data-step", str(scheduler._num_steps))
+        await expect(state(self.page)).to_have_attribute("data-step", str(scheduler.num_steps))
         await expect(number(self.page, "in-use")).to_have_text(str(in_use))
         await expect(number(self.page, "nodes")).to_have_text(str(scheduler.tree.num_nodes))
         await expect(number(self.page, "cached")).to_have_text(str(scheduler.tree.num_cached))

@@ -128,7 +128,7 @@ class Bench:
         if llm.engine.device.type == "cuda":
             warm.append((llm.engine.config.max_num_batched_tokens // 600 + 2, 600))
         for count, length in warm:
-            self._timed(self._prompts(count, length), ([4, 8] * count)[:count], 0.6)
+            self.timed(self.prompts_of(count, length), ([4, 8] * count)[:count], 0.6)
         while llm.engine.core.idle():
             pass
 
@@ -139,35 +139,35 @@ class Bench:
         outputs = [rng.randint(100, 1024) for _ in range(count)]
         vocab = self.llm.engine.model.vocab_size
         prompts = [[t % vocab for t in p] for p in prompts]
-        seconds = self._median(lambda: self._timed(prompts, outputs, temperature), repeat)
+        seconds = self._median(lambda: self.timed(prompts, outputs, temperature), repeat)
         tokens = sum(outputs)
-        return self._result(
+        return self.result(
             "offline-random", temperature, tokens / seconds, "tok/s",
             lambda limits: tokens / limits.offline([len(p) for p in prompts], outputs), num_prompts=count, seconds=seconds,
-            host_ms_per_step=self._host_milliseconds(),
+            host_ms_per_step=self.host_milliseconds(),
         )  # fmt: skip
 
     def latency(self, batch: int, inputs: int, outputs: int, temperature: float, repeat: int) -> dict[str, Any]:
         """TPOT in ms: (time of `outputs` tokens - time of one token) / (outputs - 1), for `batch` prompts at once."""
 
         def once() -> float:
-            first = self._timed(self._prompts(batch, inputs), [1] * batch, temperature)
-            total = self._timed(self._prompts(batch, inputs), [outputs] * batch, temperature)
+            first = self.timed(self.prompts_of(batch, inputs), [1] * batch, temperature)
+            total = self.timed(self.prompts_of(batch, inputs), [outputs] * batch, temperature)
             return (total - first) / (outputs - 1)
 
         seconds = self._median(once, repeat)
         context = inputs + outputs // 2
         moved = self.limits.decode_bytes(batch * context, batch)
-        return self._result(
+        return self.result(
             f"batch {batch}", temperature, 1e3 * seconds, "ms",
             lambda limits: 1e3 * limits.decode_seconds(batch, batch * context), input_len=inputs, output_len=outputs,
-            gigabytes_per_second=moved / seconds / 1e9, host_ms_per_step=self._host_milliseconds(),
+            gigabytes_per_second=moved / seconds / 1e9, host_ms_per_step=self.host_milliseconds(),
         )  # fmt: skip
 
     def prefill(self, count: int, length: int, repeat: int) -> dict[str, Any]:
-        seconds = min(self._timed(self._prompts(count, length), [1] * count, 0.0) for _ in range(repeat))
+        seconds = min(self.timed(self.prompts_of(count, length), [1] * count, 0.0) for _ in range(repeat))
         flops = count * self.limits.prefill_flops(length)
-        return self._result(
+        return self.result(
             f"prefill {count} x {length}", 0.0, count * length / seconds, "tok/s",
             lambda limits: count * length / limits.prompts_seconds([length] * count), teraflops=flops / seconds / 1e12,
         )  # fmt: skip
@@ -181,15 +181,15 @@ class Bench:
             activities.append(ProfilerActivity.CUDA)
         for name, outputs in (("prefill", 1), ("prefill and 16 decode steps", 17)):
             with profile(activities=activities) as profiler:
-                self._timed(self._prompts(batch, inputs), [outputs] * batch, 0.6)
+                self.timed(self.prompts_of(batch, inputs), [outputs] * batch, 0.6)
             key = "self_device_time_total" if len(activities) > 1 else "self_cpu_time_total"
             print(f"-- {name}, batch {batch}\n" + profiler.key_averages().table(sort_by=key, row_limit=16), flush=True)
 
-    def _prompts(self, count: int, length: int) -> list[list[int]]:
+    def prompts_of(self, count: int, length: int) -> list[list[int]]:
         top = min(10000, self.llm.engine.model.vocab_size - 1)
         return [[self._random.randint(0, top) for _ in range(length)] for _ in range(count)]
 
-    def _timed(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> float:
+    def timed(self, prompts: list[list[int]], outputs: list[int], temperature: float) -> float:
         from headrace.sampling.params import SamplingParams
 
         params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False) for n in outputs]
@@ -199,7 +199,7 @@ class Bench:
         self.llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - began
 
-    def _host_milliseconds(self) -> float:
+    def host_milliseconds(self) -> float:
         """The median of what the host did in each step of the last run, without its wait for the device."""
         return 1e3 * statistics.median(self.llm.engine.core.times.recent_host or [0.0])
 
@@ -207,7 +207,7 @@ class Bench:
     def _median(once: Callable[[], float], repeat: int) -> float:
         return sorted(once() for _ in range(repeat))[repeat // 2]
 
-    def _result(
+    def result(
         self, name: str, temperature: float, value: float, unit: str, limit_of: Callable[[Limits], float], **more: Any
     ) -> dict[str, Any]:
         """`value` beside its limit, by the card's best rate and, on a GPU, by the one that it keeps up; shares are of speed, so

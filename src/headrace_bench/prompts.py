@@ -62,11 +62,11 @@ class PromptBench:
     def first_token(self, tokens: int, repeat: int) -> dict[str, Any]:
         """Milliseconds from a call with one prompt to its first token."""
         seconds = statistics.median(
-            self._bench._timed(self._bench._prompts(1, tokens), [1], 0.0) for _ in range(max(repeat, 3) + 2)
+            self._bench.timed(self._bench.prompts_of(1, tokens), [1], 0.0) for _ in range(max(repeat, 3) + 2)
         )
-        return self._bench._result(
+        return self._bench.result(
             f"first token of {tokens}", 0.0, 1e3 * seconds, "ms", lambda limits: 1e3 * limits.mixed_seconds(0, 0, tokens),
-            input_len=tokens, host_ms_per_step=self._bench._host_milliseconds(),
+            input_len=tokens, host_ms_per_step=self._bench.host_milliseconds(),
         )  # fmt: skip
 
     def mixed(self, decodes: int, tokens: int) -> dict[str, Any]:
@@ -75,8 +75,8 @@ class PromptBench:
         core = self._llm.engine.core
         core.times.recent_host.clear()
         seconds, context = mixed_step_seconds(core, self._llm.engine.model.vocab_size, decodes, tokens)
-        return self._bench._result(
+        return self._bench.result(
             f"mixed {decodes} + {tokens}", 0.0, 1e3 * seconds, "ms",
             lambda limits: 1e3 * limits.mixed_seconds(decodes, context, tokens), decodes=decodes, input_len=tokens,
-            host_ms_per_step=self._bench._host_milliseconds(),
+            host_ms_per_step=self._bench.host_milliseconds(),
         )  # fmt: skip

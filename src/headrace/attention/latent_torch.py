@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.attention.torch_backend import TorchAttention, _Group, _Prefill, _Stored
+from headrace.attention.torch_backend import DecodeGroup, Prefill, Stored, TorchAttention
 from headrace.cache.kv_cache import KVCache
 from headrace.model.attention import KeyValues
 from headrace.model.batch import ForwardBatch
@@ -27,7 +27,7 @@ class TorchLatentAttention(TorchAttention):
         if plan is None:
             plan = self._plans[window] = self._plan(batch, kv, window, q.dtype, plain=True)
         groups, prefills = plan
-        stored: _Stored = kv.k[layer], None
+        stored: Stored = kv.k[layer], None
         out = q.new_empty(q.shape[0], q.shape[1], self.rank)
         for group in groups:
             out[group.rows] = self._latent_decode(q[group.rows], group, stored, scale)
@@ -35,12 +35,12 @@ class TorchLatentAttention(TorchAttention):
             self._latent_prefill(q[prefill.rows], prefill, stored, out[prefill.rows], scale)
         return out.flatten(1)
 
-    def _latent_decode(self, q: Tensor, group: _Group, stored: _Stored, scale: float) -> Tensor:
+    def _latent_decode(self, q: Tensor, group: DecodeGroup, stored: Stored, scale: float) -> Tensor:
         """q [D, heads, row] -> [D, heads, rank]."""
         rows = self._gather("k", stored, group.index, q.dtype).view(group.count, group.length, -1)
         return self._weighed(q, rows, None if group.mask is None else group.mask[:, 0], scale)
 
-    def _latent_prefill(self, q: Tensor, prefill: _Prefill, stored: _Stored, out: Tensor, scale: float) -> None:
+    def _latent_prefill(self, q: Tensor, prefill: Prefill, stored: Stored, out: Tensor, scale: float) -> None:
         """q [n, heads, row], out [n, heads, rank]: in tiles of rows, whose scores fit the scratch memory."""
         rows = self._gather("k", stored, prefill.index, q.dtype).flatten(1)
         count, heads = q.shape[:2]

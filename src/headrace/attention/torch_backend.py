@@ -27,11 +27,11 @@ _FREE_PADDING = 64
 # Keys of a decode group: what is still in the cores' caches when it is read again (a third faster than all at once).
 _GROUP_BYTES = 1 << 20
 
-_Stored = tuple[Tensor, Tensor | None]  # a layer's keys or values, and their scales
+Stored = tuple[Tensor, Tensor | None]  # a layer's keys or values, and their scales
 
 
 @dataclass(slots=True)
-class _Group:
+class DecodeGroup:
     """Sequences whose keys are gathered and attended together: `rows` of q, `index` of the cache's token slots [D * L]."""
 
     rows: slice | Tensor
@@ -42,7 +42,7 @@ class _Group:
 
 
 @dataclass(slots=True)
-class _Prefill:
+class Prefill:
     """One sequence with several rows: query rows at positions start.., keys at positions first_key.. ."""
 
     rows: slice
@@ -63,7 +63,7 @@ class TorchAttention(AttentionBackend):
         self.scratch_bytes, self.tile_rows = scratch_bytes, tile_rows
         self._mask_bytes = 0
         self._scratch: dict[str, Tensor] = {}
-        self._plans: dict[int, tuple[list[_Group], list[_Prefill]]] = {}
+        self._plans: dict[int, tuple[list[DecodeGroup], list[Prefill]]] = {}
 
     def begin(self, batch: ForwardBatch, kv: KVCache) -> None:
         self._plans.clear()
@@ -93,7 +93,7 @@ class TorchAttention(AttentionBackend):
 
     def _plan(
         self, batch: ForwardBatch, kv: KVCache, window: int, dtype: torch.dtype, plain: bool
-    ) -> tuple[list[_Group], list[_Prefill]]:
+    ) -> tuple[list[DecodeGroup], list[Prefill]]:
         tables = batch.block_tables.index_select(0, batch.seq_slots)
         contexts, decodes = batch.context_lens, batch.num_decodes
         lengths = [max(1, min(length, window or length)) for length in contexts[:decodes]]
@@ -115,7 +115,7 @@ class TorchAttention(AttentionBackend):
                 mask = mask.masked_fill_(steps >= counts[:, None], -torch.inf)[:, None, None]
             whole = members == list(range(members[0], members[0] + len(members)))
             rows = slice(members[0], members[0] + len(members)) if whole else picked
-            groups.append(_Group(rows, len(members), length, index.flatten(), mask))
+            groups.append(DecodeGroup(rows, len(members), length, index.flatten(), mask))
         prefills = []
         first_row = decodes
         for s in range(decodes, batch.num_seqs):
@@ -124,11 +124,11 @@ class TorchAttention(AttentionBackend):
             first_key = max(0, start - window + 1) if window else 0
             positions = torch.arange(first_key, context, device=tables.device)
             index = _token_slots(tables[s : s + 1], positions[None], kv.block_size)
-            prefills.append(_Prefill(slice(first_row, first_row + count), start, first_key, index.flatten()))
+            prefills.append(Prefill(slice(first_row, first_row + count), start, first_key, index.flatten()))
             first_row += count
         return groups, prefills
 
-    def _gather(self, name: str, stored: _Stored, index: Tensor, dtype: torch.dtype) -> Tensor:
+    def _gather(self, name: str, stored: Stored, index: Tensor, dtype: torch.dtype) -> Tensor:
         """What is stored at the token slots `index` [n], as [n, kv_heads, dim] in a buffer that the next layer overwrites."""
         source, scales = stored
         shape = (index.shape[0], *source.shape[2:])
@@ -142,7 +142,7 @@ class TorchAttention(AttentionBackend):
 
     # -- one layer
 
-    def _decode(self, q: Tensor, group: _Group, keys: _Stored, values: _Stored, scoring: Scoring) -> Tensor:
+    def _decode(self, q: Tensor, group: DecodeGroup, keys: Stored, values: Stored, scoring: Scoring) -> Tensor:
         """q [D, heads, dim] -> [D, heads, dim]."""
         shape = (group.count, group.length)
         k = self._gather("k", keys, group.index, q.dtype).unflatten(0, shape).transpose(1, 2)
@@ -155,7 +155,7 @@ class TorchAttention(AttentionBackend):
         return out.reshape(q.shape)
 
     def _prefill(
-        self, q: Tensor, prefill: _Prefill, keys: _Stored, values: _Stored, out: Tensor,
+        self, q: Tensor, prefill: Prefill, keys: Stored, values: Stored, out: Tensor,
         scoring: Scoring, window: int,
     ) -> None:  # fmt: skip
         """q, out [n, heads, dim]. Rows are cut into tiles, each with the keys that it can see."""
@@ -185,7 +185,7 @@ class TorchAttention(AttentionBackend):
             else:
                 result[:, :, first:last] = scoring.attend(queries, ks, vs, mask, 0)
 
-    def _tile_mask(self, q: Tensor, prefill: _Prefill, first: int, last: int, low: int, window: int) -> Tensor:
+    def _tile_mask(self, q: Tensor, prefill: Prefill, first: int, last: int, low: int, window: int) -> Tensor:
         """[last - first, keys from position `low`] of q's dtype: 0 or -inf."""
         mask = prefill.masks.get(first)
         if mask is not None:

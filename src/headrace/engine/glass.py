@@ -53,7 +53,7 @@ class GlassObserver:
         self._encoder = msgspec.json.Encoder()
         self._version = -1  # of the plain decodes that were told last
         self._decodes: list[int] = []  # their slots
-        self._step = scheduler._num_steps  # the number of the last step
+        self._step = scheduler.num_steps  # the number of the last step
         self._full = False
         self._wanted = True  # a snapshot
         self._due = 0.0

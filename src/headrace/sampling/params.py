@@ -76,10 +76,6 @@ class SamplingParams(msgspec.Struct, metaclass=NamesOurs, kw_only=True, omit_def
         values = ((name, getattr(self, name)) for name in _NEUTRAL)
         return {k: v for k, v in values if v is not None and (v != _NEUTRAL[k] or k == "temperature")}
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature is not None and self.temperature < GREEDY_EPS
-
 
 def defaults_in_words(defaults: dict[str, Any]) -> str:
     """How a request samples that says nothing, where a model has these defaults."""

@@ -51,7 +51,7 @@ def leap(scheduler: Scheduler, in_flight: StepPlan | None, count: int, token: in
         request.output_ids += tokens
     batch.clock.now += count
     batch._last_step += count
-    scheduler._num_steps += count
+    scheduler.num_steps += count
     blocks.num_settled += count
     if in_flight is not None:
         step = scheduler._flight.pop(in_flight.step)

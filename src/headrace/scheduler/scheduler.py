@@ -59,7 +59,7 @@ class Scheduler:
         bound, most = limits.max_itl, limits.max_num_batched_tokens
         self._prefill_budget = None if bound is None else PrefillBudget(bound, limits.block_size, most)
         self._flight: dict[int, Scheduled] = {}  # by number: not settled
-        self._num_steps = self._num_added = 0
+        self.num_steps = self._num_added = 0  # since the start
 
     # ---- requests in and out
 
@@ -85,7 +85,7 @@ class Scheduler:
 
     def schedule(self, drafting: bool = True) -> StepPlan | None:
         """The next step; None if nothing can run now (perhaps until launched steps settle). `drafting`: somebody has drafts."""
-        step = Scheduled(self._num_steps + 1, self.limits.max_num_batched_tokens)
+        step = Scheduled(self.num_steps + 1, self.limits.max_num_batched_tokens)
         if self._blocks.decoding:
             self._decode(step, drafting)
         if self._prefill_budget is not None and (step.decodes.ids or step.others):
@@ -96,7 +96,7 @@ class Scheduler:
             self._admit(step)
         if not step.decodes.ids and not step.others:
             return None
-        self._num_steps = step.number
+        self.num_steps = step.number
         self._flight[step.number] = step
         return step.plan()
 
