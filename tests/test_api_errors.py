@@ -184,6 +184,12 @@ def test_paths_and_methods(api):
     assert api.request("GET", f"/v1/models/{MODEL}").json()["id"] == MODEL
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/embeddings", {"input": "x" * 60}), ("/v1/rerank", {"query": "q", "documents": ["x" * 60]})])
+def test_a_text_that_is_only_read_is_not_said_to_ask_for_an_answer(path, body):
+    error = error_of(Api(FakeEngine(max_model_len=50)).post(path, body))
+    assert error["code"] == "context_length_exceeded" and error["message"].endswith("of at most 49.") and "max_tokens" not in error["message"]
+
+
 def test_fan_out_is_capped(api):
     assert error_of(api.post("/v1/completions", {"prompt": ["a"] * 5}))["param"] == "prompt"
     assert error_of(api.post("/v1/completions", {"prompt": ["a"] * 4, "n": 5}))["param"] == "n"

@@ -205,7 +205,8 @@ class ApiContext:
     ) -> tuple[array, SamplingParams]:
         """The prompt, packed, and the parameters as they will run. Raises ApiError or ParameterError naming the field.
 
-        `params.max_tokens` None means: as many as fit. An explicit one that does not fit is refused; `limit` is its name.
+        `params.max_tokens` None means: as many as fit. An explicit one that does not fit is refused; `limit` is its name: of a
+        text that is only read it has none.
         """
         if params.bad_words:  # these are tokenized
             return await self.in_thread(self._check_prompt, ids, params, field, side, limit)
@@ -218,6 +219,7 @@ class ApiContext:
         asked, limit = params.max_tokens, self.engine.max_model_len
         if len(ids) + (asked or 1) > limit:
             wanted = f" and {limit_name} asks for {asked} more" if asked is not None else ", at least one more is generated"
+            wanted = wanted if limit_name else f" of at most {limit - 1}"
             raise bad_request(
                 f"This model's maximum context length is {limit} tokens; the prompt has {len(ids)}{wanted}.",
                 field if len(ids) >= limit or asked is None else limit_name, "context_length_exceeded",

@@ -296,5 +296,5 @@ async def _vectors(
         raise invalid(field, f"{len(texts)} texts; at most {ctx.config.max_prompts} in one request.")
     params = SamplingParams(max_tokens=1, truncate_prompt_tokens=-1 if cut else None)
     given = await ctx.tokenize(texts, special=True, field=field, truncated=cut)
-    batch = [(await ctx.check_prompt(ids, params, field=field, side="right"))[0] for ids in given]
+    batch = [(await ctx.check_prompt(ids, params, field=field, side="right", limit=""))[0] for ids in given]
     return model, await vectors_of(ctx, request, batch, body), sum(map(len, batch))

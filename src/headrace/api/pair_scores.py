@@ -107,7 +107,7 @@ async def _by_embeddings(ctx: ApiContext, request: Request, body: PairFields, pa
     async def ids_of(texts: Sequence[str], most: int, cut: bool, name: str) -> list[array]:
         given = await ctx.tokenize(texts, special=True, field=name, truncated=cut)
         kept = [ids[:most] if cut else ids for ids in given]
-        return [(await ctx.check_prompt(ids, params, field=f"{name}[{i}]"))[0] for i, ids in enumerate(kept)]
+        return [(await ctx.check_prompt(ids, params, field=f"{name}[{i}]", limit=""))[0] for i, ids in enumerate(kept)]
 
     batch = await ids_of(pairs.queries, limit, cut, pairs.names[0])
     count = len(batch)

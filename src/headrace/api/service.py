@@ -225,7 +225,7 @@ async def _ids_of(ctx: ApiContext, body: EmbeddingRequest) -> list[array]:
     given = prompts(body.input, "input", ctx.config.max_prompts)
     params = SamplingParams(max_tokens=1, truncate_prompt_tokens=body.truncate_prompt_tokens)
     batch = await ctx.tokenize(given, special=special, field="input", truncated=cut)
-    return [(await ctx.check_prompt(ids, params, field="input"))[0] for ids in batch]
+    return [(await ctx.check_prompt(ids, params, field="input", limit=""))[0] for ids in batch]
 
 
 async def _vector(ctx: ApiContext, request_id: str, ids: array, body: Any) -> list[float]:
