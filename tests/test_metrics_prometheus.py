@@ -95,6 +95,14 @@ def test_the_page_is_well_formed_and_right():
     assert page['headrace:time_to_first_token_seconds_bucket{le="0.5"}'] == 1
 
 
+def test_prompts_that_become_vectors_are_counted():
+    """A server of embeddings had no throughput, on dashboards and in the line of statistics."""
+    metrics = PrometheusMetrics(Source())
+    metrics.ended(stream(10), EngineOutput("r", finish_reason="stop", embedding=[1.0]), 101.0)
+    metrics.ended(stream(7), EngineOutput("r", finish_reason="error"), 101.0)
+    assert parse_metrics(metrics.render()[0].decode())["headrace:prompt_tokens_total"] == 10
+
+
 def test_each_core_is_shown_and_totals_are_over_all():
     """Under names of their own: a sum over the page's samples counts nothing twice."""
     source = Source()

@@ -143,6 +143,8 @@ class PrometheusMetrics(Collector):
 
     def ended(self, stream: Stream, news: EngineOutput, now: float) -> None:
         times = news.times
+        if news.embedding is not None:  # there is no first token that would tell of the prompt
+            self.prompt_tokens += len(stream.request.prompt_ids)
         if times is None or stream.interrupted or not stream.first:  # those of the last core alone would be too short
             return
         self.queue.observe(times.queue)
@@ -202,7 +204,7 @@ class PrometheusMetrics(Collector):
             numbers = {"device": first.device, "dtype": first.dtype.removeprefix("torch."), "weights": first.weights}
             yield self._info("model_info", "What the cores compute in, and hold the weights in", numbers)
         for name, text, value in (
-            ("prompt_tokens", "Prompt tokens of requests that got a first token", self.prompt_tokens),
+            ("prompt_tokens", "Prompt tokens of requests that got a first token or a vector", self.prompt_tokens),
             ("generation_tokens", "Tokens generated", self.generation_tokens),
             ("prompt_tokens_cached", "Prompt tokens found in the prefix cache, by requests that ended", self.cached_tokens),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", core.prefix_queries),
