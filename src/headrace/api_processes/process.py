@@ -8,7 +8,6 @@ ended that: the kernel is asked to, and its loop looks.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import logging
 import os
@@ -24,9 +23,9 @@ from headrace.engine.wire import from_wire
 from headrace.errors import HeadraceError
 from headrace.extras import is_installed
 from headrace.logs import configure
+from headrace.parent import end_with_parent
 
 logger = logging.getLogger(__name__)
-PR_SET_PDEATHSIG = 1
 
 
 def main(inbox_address: str, outbox_address: str, parent: int, number: int) -> int:
@@ -34,8 +33,7 @@ def main(inbox_address: str, outbox_address: str, parent: int, number: int) -> i
         signal.signal(each, signal.SIG_IGN)
     context = zmq.Context()
     inbox, outbox = connect(context, inbox_address, outbox_address, parent)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:
         return 1
     try:

@@ -6,7 +6,6 @@ one what it takes and what is done. One that dies or hangs costs its kernel's ti
 
 from __future__ import annotations
 
-import ctypes
 import os
 import selectors
 import shutil
@@ -18,13 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from headrace.machine import available_memory, usable_cores
+from headrace.parent import end_with_parent
 
 JOB = struct.Struct("=i")
 SAID = struct.Struct("=iib")  # who, which job, and what of it; written at once, so never mixed with another's
 TAKEN, DONE, FAILED = range(3)
 FORK_BYTES = 700 << 20  # what compiling one kernel takes at most beside what is shared
 JOB_SECONDS = 120.0  # of one kernel: longer is a hang
-PR_SET_PDEATHSIG = 1
 
 
 class Tally(NamedTuple):
@@ -142,9 +141,7 @@ class Pool:
         try:
             os.setpgid(0, 0)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            libc = ctypes.CDLL(None)
-            if hasattr(libc, "prctl"):
-                libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            end_with_parent()
             os.close(self._give)
             if os.getppid() == parent:
                 self._work()

@@ -6,7 +6,6 @@ the end which. It ends with its parent, and leaves no file half written.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
@@ -22,9 +21,8 @@ import msgspec
 
 from headrace.compile_ahead.cards import Card
 from headrace.config import EngineConfig, show_cards, use_temporary_directory
+from headrace.parent import end_with_parent
 from headrace.scheduler.config import Limits
-
-PR_SET_PDEATHSIG = 1
 
 
 class Work(msgspec.Struct):
@@ -47,9 +45,7 @@ class News(msgspec.Struct, omit_defaults=True):
 
 
 def main(parent: int) -> int:
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the parent
     signal.signal(signal.SIGTERM, end)
     work = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Work)

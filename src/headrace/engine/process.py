@@ -9,7 +9,6 @@ ended that: the kernel is asked to, and a thread looks.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import logging
@@ -53,6 +52,7 @@ from headrace.engine.wire import (
 )
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.logs import configure, rename
+from headrace.parent import end_with_parent
 from headrace.prewarm import prewarm
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the sockets are connected before
@@ -69,7 +69,6 @@ IDLE_POLL_MS = 100
 QUIET_SECONDS = 1.0  # without a step until idle time is used: who comes meanwhile has to wait
 NEW_OBJECTS = 250_000  # some tens of MB, if all of them were garbage in cycles
 LAST_WORDS_SECONDS = 0.05  # for the socket's own thread to send them: it does not say when it has
-PR_SET_PDEATHSIG = 1
 READABLE = int(zmq.POLLIN)
 
 
@@ -281,8 +280,7 @@ def serve(
     standby: bool = False,
 ) -> int:  # fmt: skip
     """Wait for the options, build the engine and run it; the exit code."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     encoder, lock = msgspec.msgpack.Encoder(), threading.Lock()
 
     def send(message: FromCore) -> None:

@@ -7,7 +7,6 @@ rank, and what joins the group when the device is known. It ends with rank 0, wh
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import os
@@ -21,6 +20,7 @@ import msgspec
 from headrace.config import prepare_threads
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.logs import configure
+from headrace.parent import end_with_parent
 from headrace.prewarm import prewarm
 from headrace.tensor_parallel.messages import Begin, Built, FromRank, Here, LastWords, ToRank, from_wire
 from headrace.tensor_parallel.ring import Reader
@@ -31,13 +31,6 @@ if TYPE_CHECKING:  # imports torch, which takes seconds
     from headrace.model.shard import Group
 
 logger = logging.getLogger(__name__)
-PR_SET_PDEATHSIG = 1
-
-
-def end_with(parent: int) -> None:
-    """The kernel kills this process when its parent is gone."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    check(parent)
 
 
 def check(parent: int) -> None:
@@ -46,7 +39,8 @@ def check(parent: int) -> None:
 
 
 def main(rank: int, size: int, parent: int, ring: int, mouth: int, builder: str) -> int:
-    end_with(parent)
+    end_with_parent()
+    check(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare_threads()
     words = socket.socket(fileno=mouth)
