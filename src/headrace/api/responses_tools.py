@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from headrace.api.body import read_part
 from headrace.api.errors import invalid
 from headrace.api.responses_input import CustomTool, FlatTool, Namespace
+from headrace.api.tool_choice import FUNCTION_NAME
 from headrace.conversation.tool_grammar import FunctionDef, Tool
 
-NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 KINDS = ("function", "custom", "namespace")
 
 
@@ -69,7 +69,7 @@ class ResponseTools:
         else:
             tool = read_part(given, FlatTool, at, self.ignored)
             function = FunctionDef(**{f: getattr(tool, f) for f in FunctionDef.__struct_fields__})
-        if not NAME.fullmatch(tool.name):
+        if not FUNCTION_NAME.fullmatch(tool.name):
             raise invalid(f"{at}.name", "1 to 64 letters, digits, underscores, dots or dashes.")
         origin = Origin(tool.name, namespace, isinstance(tool, CustomTool))
         if origin not in self._names:  # agents repeat them
@@ -103,7 +103,7 @@ def function_name(origin: Origin) -> str:
     if origin.namespace is None:
         return origin.name
     joined = f"{origin.namespace}__{origin.name}"
-    return joined if NAME.fullmatch(joined) else _short(joined, joined)
+    return joined if FUNCTION_NAME.fullmatch(joined) else _short(joined, joined)
 
 
 def _short(name: str, key: str) -> str:

@@ -19,7 +19,7 @@ from headrace.conversation.tool_grammar import FREE_FORMATS, JSON_FORMATS, Tool,
 from headrace.sampling.params import SamplingParams
 
 MAX_TOOLS = 256
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
 class Named(NamedTuple):
@@ -42,7 +42,7 @@ def check_tools(tools: list[Tool] | None, choice: Choice) -> None:
     if tools is not None and len(tools) > MAX_TOOLS:
         raise invalid("tools", f"{len(tools)} tools; at most {MAX_TOOLS}.")
     for i, tool in enumerate(tools or ()):
-        if not _NAME.fullmatch(tool.function.name):
+        if not FUNCTION_NAME.fullmatch(tool.function.name):
             raise invalid(f"tools[{i}].function.name", "1 to 64 letters, digits, underscores, dots or dashes.")
         kind = (tool.function.parameters or {}).get("type") or "object"  # what is called gets arguments by their names
         if kind != "object" and not (isinstance(kind, list) and "object" in kind):

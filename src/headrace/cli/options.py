@@ -124,15 +124,14 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_tokens: str = "2
 def generation_defaults(text: str) -> dict[str, Any]:
     """What stands in for the checkpoint's generation_config.json. Raises ParameterError for what is not one of its values."""
     with uninterrupted():
-        from headrace.sampling.params import SamplingParams
+        from headrace.sampling.params import NEUTRAL, SamplingParams
 
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     try:
         given = json.loads(text)
     except ValueError:
         given = None
-    if not isinstance(given, dict) or not set(given) <= set(names):
-        raise ParameterError("--override-generation-config", text, "a JSON object with some of " + ", ".join(names))
+    if not isinstance(given, dict) or not given.keys() <= NEUTRAL.keys():
+        raise ParameterError("--override-generation-config", text, "a JSON object with some of " + ", ".join(NEUTRAL))
     try:
         SamplingParams(**given)
     except ParameterError as e:

@@ -22,13 +22,13 @@ from headrace.model.formats.quantized import quantization_beside, quantization_o
 from headrace.model.formats.safetensors_file import find_tensors, read_json
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
 from headrace.model.text_part import text_config, text_tensors, wrapper_of
+from headrace.sampling.params import NEUTRAL
 
 logger = logging.getLogger(__name__)
 _GGUF_DEFAULTS = {  # metadata key -> ours; xtc_*, mirostat* and penalty_last_n have no counterpart here
     "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 MADE = ("fp8", "int8", "int4")  # of floats, by --quantization
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _token_ids(path: Path, value: Any) -> list[int]:
 
 def _generation_defaults(path: Path, generation: dict[str, Any]) -> dict[str, float]:
     defaults: dict[str, float] = {}
-    for key in _DEFAULTS:
+    for key in NEUTRAL:
         value = generation.get(key)
         if value is None:
             continue

@@ -6,7 +6,6 @@ In a family's map of names (weight_names.py), those of experts are tensors rathe
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,11 +15,10 @@ from headrace.model.config import ModelConfig
 from headrace.model.experts_config import ExpertsConfig
 from headrace.model.formats.tensor_file import TensorEntry
 from headrace.model.shard import Shard
-from headrace.model.weight_names import Slice, WeightSpec
+from headrace.model.weight_names import PART, Slice, WeightSpec
 
 _DENSE = ("gate_up", "down", "gate_up_bias", "down_bias")
 _EXACT = ("router", "router_bias", "correction", "shared_gate")
-_PART = re.compile(r"(.+)\[(\d+)\]")
 
 
 def experts_plan(plan: list[WeightSpec], config: ModelConfig, names: Mapping[str, tuple[str, ...]]) -> list[WeightSpec]:
@@ -86,7 +84,7 @@ def experts_part(spec: WeightSpec, name: str, experts: ExpertsConfig, shard: Sha
 
 def with_parts(entries: Mapping[str, TensorEntry], plan: list[WeightSpec]) -> dict[str, TensorEntry]:
     """`entries`, of which those that all experts of a layer share are taken apart as the plan names them."""
-    parts = [match for spec in plan for name, _ in spec.sources if (match := _PART.fullmatch(name)) and match[1] in entries]
+    parts = [match for spec in plan for name, _ in spec.sources if (match := PART.fullmatch(name)) and match[1] in entries]
     wanted = Counter(match[1] for match in parts)
     found = {name: entry for name, entry in entries.items() if name not in wanted}
     for match in parts:

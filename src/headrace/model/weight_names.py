@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -49,6 +50,7 @@ APERTUS_NAMES = {
 UNGATED_NAMES = {**PRE_NORM_NAMES, "gate_up": ("mlp.up_proj",)}
 FUSED_NAMES = {**PRE_NORM_NAMES, "qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)}
 
+PART = re.compile(r"(.+)\[(\d+)\]")  # the name of a source that is a part of a tensor: one expert's of that of all
 _NORMS = ("input_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm")
 
 # Tensors that some checkpoints hold and no decoder needs: recomputed tables and buffers.

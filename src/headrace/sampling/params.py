@@ -12,7 +12,7 @@ from headrace.sampling.foreign import NamesOurs
 from headrace.sampling.structured_outputs import StructuredOutputsParams
 
 GREEDY_EPS = 1e-5  # a temperature below this is greedy: dividing by it would overflow
-_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # as if there were none
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # of what models name
 
 LogitsProcessor = Callable[[list[int], Any], Any]  # (output ids so far, logits [vocab] float32) -> logits [vocab]
 
@@ -67,18 +67,18 @@ class SamplingParams(msgspec.Struct, metaclass=NamesOurs, kw_only=True, omit_def
     def resolved(self, defaults: dict[str, Any]) -> SamplingParams:
         """A copy in which every None that has a neutral value is replaced: by `defaults` (the checkpoint's
         generation_config), else by the neutral value. An explicit value wins, also when it is 0."""
-        given = {k: v for k, v in defaults.items() if k in _NEUTRAL and v is not None}
-        changes = {k: v for k, v in (_NEUTRAL | given).items() if getattr(self, k) is None}
+        given = {k: v for k, v in defaults.items() if k in NEUTRAL and v is not None}
+        changes = {k: v for k, v in (NEUTRAL | given).items() if getattr(self, k) is None}
         return msgspec.structs.replace(self, **changes)
 
     def told(self) -> dict[str, float]:
         """What decides how it samples, by name; without what changes nothing."""
-        values = ((name, getattr(self, name)) for name in _NEUTRAL)
-        return {k: v for k, v in values if v is not None and (v != _NEUTRAL[k] or k == "temperature")}
+        values = ((name, getattr(self, name)) for name in NEUTRAL)
+        return {k: v for k, v in values if v is not None and (v != NEUTRAL[k] or k == "temperature")}
 
 
 def defaults_in_words(defaults: dict[str, Any]) -> str:
     """How a request samples that says nothing, where a model has these defaults."""
     told = SamplingParams().resolved(defaults).told()
-    named = any(defaults.get(k) is not None for k in _NEUTRAL)
+    named = any(defaults.get(k) is not None for k in NEUTRAL)
     return ", ".join(f"{k} {v:g}" for k, v in told.items()) + ("" if named else " (the model names none)")

@@ -7,7 +7,6 @@ nothing is there twice but one layer's.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,11 +21,10 @@ from headrace.model.formats.quantized_matrix import MatrixSource, Part, Rows, ni
 from headrace.model.formats.tensor_file import TensorEntry
 from headrace.model.narrow import of_filled_e2m1
 from headrace.model.weight import Weight
-from headrace.model.weight_names import WeightSpec
+from headrace.model.weight_names import PART, WeightSpec
 
 GROUP = 32  # inputs with one scale
 MATRICES = ("experts_gate_up", "experts_down")
-_PART = re.compile(r"(.+)\[(\d+)\]")
 
 
 def gpt_oss_sources(
@@ -42,7 +40,7 @@ def gpt_oss_sources(
         if not kind.startswith("experts_"):
             continue
         for name, rows in spec.sources:
-            match = _PART.fullmatch(name)
+            match = PART.fullmatch(name)
             assert match is not None
             entry, whole, number = entries.get(name), match[1], int(match[2])
             if entry is None and kind in MATRICES and (f"{whole}_blocks" in entries or f"{whole}_scales" in entries):
