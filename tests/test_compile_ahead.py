@@ -179,7 +179,6 @@ def test_a_triton_whose_kernels_share_what_hands_arguments_over(monkeypatch) -> 
 
 def test_another_triton_is_told_once(monkeypatch, caplog) -> None:
     monkeypatch.setattr(launch, "_TRITON", "3.8.0")
-    monkeypatch.setattr(launch, "_KNOWN", False)
     launch.takes_gluon.cache_clear()
     try:
         assert not launch.takes_gluon() and not launch.takes_gluon()
@@ -187,6 +186,21 @@ def test_another_triton_is_told_once(monkeypatch, caplog) -> None:
         launch.takes_gluon.cache_clear()
     [line] = caplog.messages
     assert line.startswith("Triton is 3.8.0: Headrace's fastest kernels are written for Triton 3.6.x, which torch 2.11 brings")
+
+
+def test_noting_launches_chooses_no_other_kernels(monkeypatch) -> None:
+    """What is compiled ahead are those that the engine runs, the ones in Gluon among them."""
+    monkeypatch.setattr(no_device.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(no_device.triton.JITFunction, "_do_compile", None)
+    monkeypatch.setattr(launch, "_KNOWN", True)
+    launch.takes_gluon.cache_clear()
+    try:
+        before = launch.takes_gluon()
+        launch.takes_gluon.cache_clear()
+        no_device.note_launches()
+        assert launch.takes_gluon() == before == no_device.triton.__version__.startswith(launch.WRITTEN_FOR)
+    finally:
+        launch.takes_gluon.cache_clear()
 
 
 def test_requests_of_our_own_leave_nothing_behind(model) -> None:

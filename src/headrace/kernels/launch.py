@@ -92,7 +92,7 @@ def is_roomy(device: torch.device) -> bool:
 @functools.cache
 def takes_gluon() -> bool:
     """Whether Triton is of the kind that kernels in Gluon, which is young, were written for, and compiles them."""
-    if not _KNOWN:
+    if not _TRITON.startswith(WRITTEN_FOR):
         others = f"Headrace's fastest kernels are written for Triton {WRITTEN_FOR}x, which torch 2.11 brings: others run here"
         logger.warning("Triton is %s: %s, and many steps take longer", _TRITON, others)
         return False
