@@ -96,6 +96,15 @@ def test_all_workloads_of_a_shape(shape, tmp_path, quick, capsys, monkeypatch):
     assert printed.count("% of the limit") == len(names) and "batch 3" in printed
 
 
+def test_no_mixed_step_is_timed_without_a_seat_for_its_prompt(shape, quick, tmp_path, monkeypatch):
+    """It was: of 64 seats and 64 decodes, as 388 % of the limit."""
+    monkeypatch.setattr(prompts, "MIXED", (3, 30))
+    monkeypatch.setattr(prompts, "FIRST_TOKENS", (20,))
+    options = ["prompts", "--config", shape, "--max-model-len", "2100", "--enforce-eager", "--max-num-seqs"]
+    found = [bench(*options, seats, out=tmp_path / seats)["results"] for seats in ("3", "4")]
+    assert [[r["workload"] for r in of] for of in found] == [["first token of 20"], ["first token of 20", "mixed 3 + 30"]]
+
+
 def test_the_profile_names_operations(shape, quick, capsys):
     bench(
         "latency", "--config", shape, "--batch", "1", "--input-len", "4", "--output-len", "2", "--profile", "--max-num-seqs", "2",

@@ -53,9 +53,10 @@ class PromptBench:
         self._longest = bench.llm.engine.config.max_model_len
 
     def results(self, repeat: int) -> list[dict[str, Any]]:
-        """Of all that fits the model's length."""
+        """Of all that fits the model's length, and of mixed steps where a prompt has a seat beside the decodes."""
         found = [self.first_token(tokens, repeat) for tokens in FIRST_TOKENS if tokens < self._longest]
-        if max(MIXED[1] + 1, CONTEXT + STEPS + WARM + MIXED[0]) <= self._longest:
+        seats = self._llm.engine.config.max_num_seqs
+        if max(MIXED[1] + 1, CONTEXT + STEPS + WARM + MIXED[0]) <= self._longest and MIXED[0] < seats:
             found.append(self.mixed(*MIXED))
         return found
 
