@@ -35,7 +35,8 @@ BODIES: dict[str, list[dict[str, Any]]] = {  # right ones; each is answered with
         {"prompt": "a", "max_tokens": 3, "min_tokens": 1, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1, "prompt_logprobs": 1},
     ],
     "/v1/responses": [
-        {"input": "the mill", "max_output_tokens": 3}, {"input": [{"role": "user", "content": "hi"}], "max_output_tokens": 3, "stream": True},
+        {"input": "the mill", "max_output_tokens": 3}, {"input": "a", "max_output_tokens": 3, "background": True, "stream": True},
+        {"input": [{"role": "user", "content": "hi"}], "max_output_tokens": 3, "stream": True},
         {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}], "instructions": "i", "store": False, "max_output_tokens": 3},
     ],
     "/v1/responses/input_tokens": [{"input": "x"}, {"input": [{"role": "user", "content": "hi"}], "instructions": "i", "tools": [{"type": "function", "name": "f"}]}],

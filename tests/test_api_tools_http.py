@@ -334,7 +334,7 @@ def test_responses_input_keeps_everything_in_its_order(kinds):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"background": True}, "background"), ({"truncation": "auto"}, "truncation"),
+        ({"background": True, "store": False}, "background"), ({"truncation": "auto"}, "truncation"),
         ({"conversation": "x"}, "conversation"), ({"input": []}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"), ({"include": ["everything"]}, "include"),

@@ -34,15 +34,15 @@ def leftovers(tmp: Path) -> list[Path]:
 class Reader(threading.Thread):
     """Reads a long stream; `text` grows."""
 
-    def __init__(self, server: ServerProcess, **more):
+    def __init__(self, server: ServerProcess, path: str = "/v1/completions", body: dict | None = None, **more):
         super().__init__(daemon=True)
-        self.server, self.body, self.text, self.error = server, {**LONG, **more}, "", None
+        self.server, self.path, self.body, self.text, self.error = server, path, body or {**LONG, **more}, "", None
         self.start()
         until(lambda: self.text or self.error, 30)
 
     def run(self) -> None:
         try:
-            with self.server.http.stream("POST", "/v1/completions", json=self.body) as response:
+            with self.server.http.stream("POST", self.path, json=self.body) as response:
                 for piece in response.iter_text():
                     self.text += piece
         except Exception as e:
@@ -95,6 +95,40 @@ def test_a_second_signal_ends_at_once_and_readers_are_told_why(model, tmp_path, 
         assert reader.error is None and reader.text.count('"length"') < 8
         assert '"code":"shutting_down"' in reader.text and "engine_dead" not in reader.text
         assert "8 requests are cut off" in server.log() and "Traceback" not in server.log()
+
+
+BEHIND = {"model": "tiny", "input": "The water", "max_output_tokens": 200, "ignore_eos": True, "background": True}
+
+
+def test_sigterm_lets_what_runs_in_the_background_end(model, tmp_path):
+    with start(model, tmp_path, "--log-level", "info", builder=BRAKED) as server, server.braked() as let_go:
+        server.wait_ready()
+        asked = server.http.post("/v1/responses", json=BEHIND).json()
+        until(lambda: server.http.get(f"/v1/responses/{asked['id']}").json()["status"] == "in_progress", 20)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: "draining: 1 requests run" in server.log(), 20)
+        assert server.http.post("/v1/responses", json=BEHIND).status_code == 503
+        assert server.http.get(f"/v1/responses/{asked['id']}").json()["status"] == "in_progress"
+        let_go()
+        assert server.process.wait(20) == 0
+        assert f"background {asked['id']} incomplete" in server.log() and "cut off" not in server.log()
+
+
+def test_what_runs_in_the_background_is_cut_off_as_streams_are(model, tmp_path):
+    """With somebody who reads its events, who is told, and with nobody."""
+    with start(model, tmp_path, "--drain-timeout", "0.2", builder=BRAKED) as server, server.braked():
+        server.wait_ready()
+        reader = Reader(server, path="/v1/responses", body={**BEHIND, "stream": True})
+        server.process.send_signal(signal.SIGTERM)
+        reader.join(30)
+        assert reader.error is None and '"code":"shutting_down"' in reader.text and "response.failed" in reader.text
+        assert server.process.wait(20) == 0 and "1 requests are cut off" in server.log() and "Traceback" not in server.log()
+    with start(model, tmp_path, "--drain-timeout", "0.2", builder=BRAKED) as server, server.braked():
+        server.wait_ready()
+        server.http.post("/v1/responses", json=BEHIND)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0 and "1 background responses are cut off" in server.log()
+        assert "Traceback" not in server.log() and "never retrieved" not in server.log() and not leftovers(tmp_path)
 
 
 def test_ctrl_c_lets_streams_end(model, tmp_path):

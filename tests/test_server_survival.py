@@ -51,6 +51,27 @@ def test_streams_survive_kills_of_the_core(server, times=2):
     until(lambda: not leftovers(server), 60)  # the next that stands by is on its way, and has its own until it has connected
 
 
+def test_a_response_in_the_background_survives_kills_of_the_core(server):
+    """Its reader is there again and again; what it says is what is said undisturbed."""
+    body = {"model": "tiny", "input": "The water", "max_output_tokens": 150, "ignore_eos": True, "temperature": 0.8, "seed": 5}
+    (want,) = server.http.post("/v1/responses", json=body).json()["output"]
+    killed: list[int] = []
+    with server.braked() as let_go:
+        asked = server.http.post("/v1/responses", json={**body, "background": True}).json()
+        url = f"/v1/responses/{asked['id']}"
+        until(lambda: server.http.get(url).json()["status"] == "in_progress", 30)
+        for _ in range(2):
+            until(lambda: (pid := server.core()) not in [0, *killed] and server.is_ready() and not killed.append(pid), 60)
+            os.kill(killed[-1], signal.SIGKILL)
+        assert server.http.get(url).json()["status"] == "in_progress"
+        let_go()
+        until(lambda: server.http.get(url).json()["status"] not in ("queued", "in_progress"), 60)
+    last = server.http.get(url).json()
+    assert last["status"] == "incomplete" and last["usage"]["output_tokens"] == 150
+    assert last["output"][0]["content"] == want["content"]
+    idle(server)
+
+
 def test_a_core_that_hangs_is_replaced(server):
     asks = some_asks(9, 1)
     want = undisturbed(server, asks)

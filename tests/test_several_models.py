@@ -84,6 +84,27 @@ def test_streams_hold_their_model_until_their_end():
     over_http(check)
 
 
+def test_a_response_in_the_background_holds_its_model_until_its_end():
+    async def check(world: World) -> None:
+        for stream in (False, True):
+            await world.ok("/v1/completions", {"model": "a", "prompt": "hi"})
+            client = world.models.served[0].client
+            client.gate.clear()
+            asked = asyncio.create_task(world.ok("/v1/responses", {"model": "a", "input": "hi", "background": True, "stream": stream, "request_id": "it"}))
+            await soon(lambda client=client: client.active)
+            other = asyncio.create_task(world.ok("/v1/completions", {"model": "b", "prompt": "hi"}))
+            await soon(lambda: world.models.entries[1].waiters)
+            assert world.states() == ["loaded", "unloaded"] and asked.done() is not stream
+            client.gate.set()
+            await asyncio.gather(asked, other)
+            assert world.states() == ["unloaded", "loaded"]
+            shown = (await world.http.get("/v1/responses/resp_it")).json()
+            assert shown["status"] == "completed" and shown["output"][0]["content"][0]["text"] == "I am a."
+        assert not world.models.entries[0].users
+
+    over_http(check)
+
+
 def test_a_name_that_no_model_has_is_a_404_in_the_form_of_each_api_and_loads_nothing():
     async def check(world: World) -> None:
         for path, body in {**GENERATING, **OTHERS}.items():

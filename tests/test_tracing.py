@@ -164,6 +164,18 @@ def test_whose_child_it_is(monkeypatch, header, kept):
     assert (server.parent is not None) is kept and (format(server.context.trace_id, "032x") == TRACE) is kept
 
 
+def test_what_is_made_in_the_background_is_within_the_span_of_its_request(monkeypatch):
+    api = Traced(monkeypatch)
+    asked = api.ok("/v1/responses", {"input": SECRET, "background": True})
+    while api.app.state.api.tasks or "POST /v1/responses" not in by_name(api.memory.get_finished_spans()):
+        assert api.request("GET", f"/v1/responses/{asked['id']}").json()["status"] in ("queued", "in_progress", "completed")
+        api.app.state.api.tracing.provider.force_flush()
+    spans = api.spans()
+    server, work = by_name(spans)["POST /v1/responses"], by_name(spans)[f"chat {MODEL}"]
+    assert len(spans) == 5 and work.parent.span_id == server.context.span_id and work.end_time <= server.end_time
+    assert server.attributes["http.response.status_code"] == 200 and work.attributes["gen_ai.response.id"] == asked["id"]
+
+
 def test_how_it_ended(monkeypatch):
     api = Traced(monkeypatch, FakeEngine(fail=lambda n: "error" if n > 1 else None), api_keys=("k",))
     key = {"authorization": "Bearer k"}

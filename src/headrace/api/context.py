@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import time
 import uuid
 from array import array
@@ -33,6 +34,7 @@ from headrace.text.inputs import InputProcessor
 if TYPE_CHECKING:
     from headrace.api.tracing import Tracing  # needs an extra
 
+logger = logging.getLogger(__name__)
 LATEST = ":latest"  # a model's tag where none is named
 Prompt = str | list[int]
 T = TypeVar("T")
@@ -49,6 +51,7 @@ class ApiContext:
         self.bodies = Bodies(config.max_body_bytes)
         self.ticker = Ticker(config.keep_alive_interval, config.write_timeout)
         self.responses = ResponseStore(config.responses_store_bytes)
+        self.tasks: set[asyncio.Task[None]] = set()  # that make answers without a connection
         self.created = int(time.time())
         self.tracing: Tracing | None = None
         self.elsewhere: Callable[[], Collection[str]] = tuple  # names that the server's other models and their adapters have
@@ -59,6 +62,11 @@ class ApiContext:
         self._pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenize")
 
     async def close(self) -> None:
+        if self.tasks:
+            logger.warning("%d background responses are cut off", len(self.tasks))
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self.tracing is not None:
             await self.tracing.close()

@@ -254,15 +254,21 @@ class Generation:
         self.endpoint = request.url.path
         self.request = request
         self.arrival: float = request.scope["state"]["arrival"]
-        self.line: Lifeline | None = None  # while it runs
+        self.line = Lifeline(request.receive, seconds_left(request))
+        self.ticket: Ticket | None = None  # of a request that was admitted before it runs
+
+    async def admit(self) -> Ticket:
+        """Raises a 429."""
+        samples = self.answer.samples
+        return await self.ctx.limits.admit(len(samples), sum(len(s.prompt_ids) for s in samples))
 
     async def run(self, stream: EventStream | None) -> None:
-        """Admit the samples (or raise a 429) and run them to their ends."""
-        samples = self.answer.samples
-        with await self.ctx.limits.admit(len(samples), sum(len(s.prompt_ids) for s in samples)) as ticket:
+        """Admit the samples and run them to their ends."""
+        with self.ticket or await self.admit() as ticket:
             self.request.state.body.release()
+            jobs = [run_sample(self.ctx, s, ticket, stream, self.arrival, self.endpoint) for s in self.answer.samples]
             try:
-                await run_all([run_sample(self.ctx, s, ticket, stream, self.arrival, self.endpoint) for s in samples])
+                await run_all(jobs)
             except ParameterError as error:
                 raise renamed(error, self.spec) from None
 
@@ -270,7 +276,6 @@ class Generation:
         """The answer as the body asks for it. Raises ApiError (504 past the deadline) or ClientGone."""
         if self.answer.body.stream:
             return StreamedAnswer(self)
-        self.line = Lifeline(self.request.receive, seconds_left(self.request))
         async with self.line:
             await self.run(None)
         return Response(self.answer.whole(), media_type="application/json")
@@ -292,7 +297,7 @@ class StreamedAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation, answer = self.generation, self.generation.answer
         ticker = generation.ctx.ticker
-        lifeline = generation.line = Lifeline(receive, seconds_left(generation.request))
+        lifeline = generation.line
         stream = EventStream(scope, send, lambda: lifeline.end(ClientGone()), answer.silence, answer.media_type)
         try:
             async with lifeline:

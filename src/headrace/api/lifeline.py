@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from headrace.api.errors import ApiError, ClientGone
 
@@ -17,6 +18,15 @@ class DeadlinePassed(ApiError):
         super().__init__(504, "The deadline of the request has passed.", code="timeout")
 
 
+def when_over(scope: Scope, call: Callable[[], object]) -> None:
+    """To be called when a request has been answered: at once, or at the end of the task that goes on without its connection."""
+    task: asyncio.Task[None] | None = scope["state"].get("beyond")
+    if task is None:
+        call()
+    else:
+        task.add_done_callback(lambda _: call())
+
+
 class Lifeline:
     """`async with Lifeline(receive, seconds)`: cancels the body of the block, which then raises ClientGone or DeadlinePassed.
 
@@ -26,12 +36,13 @@ class Lifeline:
     def __init__(self, receive: Receive, seconds: float | None):
         self._receive, self._seconds = receive, seconds
         self._why: ApiError | ClientGone | None = None
+        self._task: asyncio.Task[None] | None = None  # that runs the block
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Lifeline:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
+        if self._why is not None:
+            raise self._why
+        self._task = asyncio.current_task()
         if self._seconds is not None:
             if self._seconds <= 0:
                 raise DeadlinePassed
@@ -48,15 +59,18 @@ class Lifeline:
         self.end(DeadlinePassed())
 
     def end(self, why: ApiError | ClientGone) -> None:
-        """Cancel the block; it raises `why`. The first reason counts. Not to be called from the block itself."""
+        """Cancel the block, or keep it from beginning; it raises `why`. The first reason counts. Not to be called from the
+        block itself."""
         if self._why is None:
             self._why = why
-            self._task.cancel()
+            if self._task is not None:
+                self._task.cancel()
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._watcher.cancel()
         if self._timer is not None:
             self._timer.cancel()
+        assert self._task is not None
         # a cancellation that came from elsewhere as well (shutdown) goes on
         if self._why is not None and self._task.uncancel() == 0 and kind is asyncio.CancelledError:
             raise self._why from None

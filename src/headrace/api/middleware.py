@@ -9,11 +9,13 @@ import math
 import re
 import time
 import uuid
+from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.api.context import ApiContext
 from headrace.api.errors import ApiError, invalid
+from headrace.api.lifeline import when_over
 from headrace.api.page_files import is_page
 from headrace.api.unknown_fields import HEADER, header_value
 from headrace.metrics.prometheus import PROBES
@@ -77,7 +79,7 @@ class Gate:
             raise
         finally:
             if key is not None:
-                self.ctx.limits.leave(key)
+                when_over(scope, partial(self.ctx.limits.leave, key))
             self.ctx.metrics.answered(scope["path"], status, state.get("ignored", ()))
             quiet = scope["path"] in PROBES or scope["path"].startswith("/page/")
             level = logging.DEBUG if quiet else logging.INFO

@@ -30,15 +30,21 @@ class _Output(msgspec.Struct):
 class Stored:
     """One response: what went in (its own part of the conversation) and what came out, as JSON."""
 
-    __slots__ = ("cancel", "children", "gone", "ids", "key", "now", "output", "previous", "resource", "size", "taken")
+    __slots__ = (
+        "cancel", "children", "gone", "ids", "key", "now", "previous", "recorder", "reserve", "resource", "size", "taken",
+    )  # fmt: skip
 
-    def __init__(self, key: tuple[int, str], taken: bytes, previous: Stored | None, now: Callable[[], dict[str, Any]]):
+    def __init__(
+        self, key: tuple[int, str], taken: bytes, previous: Stored | None, now: Callable[[], dict[str, Any]], reserve: int
+    ):
         self.key, self.taken, self.previous = key, taken, previous
         self.now: Callable[[], dict[str, Any]] | None = now  # the response object, while it is running
         self.cancel: Callable[[], None] | None = None  # ends it where it is
         self.resource = b""  # the same, when it has ended
         self.ids: tuple[str, ...] = ()  # of the items that came out
-        self.size = len(taken)
+        self.recorder: Any = None  # of one that is made in the background: a responses_background.Recorder
+        self.reserve = reserve  # bytes that its end is sure of
+        self.size = len(taken) + reserve
         self.children = 0  # kept responses that continue it
         self.gone = False
 
@@ -84,7 +90,7 @@ class ResponseStore:
         return None if stored is None else self.find(stored.key)
 
     def begin(
-        self, key: tuple[int, str], items: Items, previous: Stored | None, now: Callable[[], dict[str, Any]]
+        self, key: tuple[int, str], items: Items, previous: Stored | None, now: Callable[[], dict[str, Any]], reserve: int = 0
     ) -> Stored | None:
         """A response that is running. None: it is not kept, for there is no room beside what cannot go."""
         if not self.max_bytes:
@@ -93,7 +99,7 @@ class ResponseStore:
             if same.now is not None:
                 return None
             self.remove(same)
-        stored = Stored(key, msgspec.json.encode(items), previous, now)
+        stored = Stored(key, msgspec.json.encode(items), previous, now, reserve)
         if previous is not None:
             previous.children += 1  # from here on it cannot go
         # it may have been removed while the prompt was made
@@ -106,13 +112,12 @@ class ResponseStore:
         return stored
 
     def end(self, stored: Stored, resource: bytes) -> bool:
-        """It has ended as `resource` says. False: with that there is no room for it."""
+        """It has ended as `resource` says. False: with that there is no room for it, and nothing has changed."""
         if stored.gone:
             return False
         ids = tuple(item.id for item in msgspec.json.decode(resource, type=_Output).output if item.id is not None)
-        size = len(resource) + ITEM_BYTES * len(ids)
+        size = len(resource) + ITEM_BYTES * len(ids) - stored.reserve
         if not self._room(size, 0):
-            self.remove(stored)
             return False
         stored.now, stored.resource, stored.cancel, stored.ids = None, resource, None, ids
         stored.size += size
@@ -120,6 +125,18 @@ class ResponseStore:
         self._by_item.update(((stored.key[0], item_id), stored) for item_id in ids)
         self.find(stored.key)
         return True
+
+    def grow(self, stored: Stored, size: int) -> bool:
+        """It takes so many bytes more, or fewer. False: there is no room for them."""
+        if stored.gone:
+            return False
+        stored.children += 1  # it must not go to make room for itself
+        found = self._room(size, 0)
+        stored.children -= 1
+        if found:
+            stored.size += size
+            self.num_bytes += size
+        return found
 
     def release(self, stored: Stored) -> None:
         """Nobody runs it any more: without an end, it has never been."""
@@ -134,7 +151,7 @@ class ResponseStore:
         for item_id in stored.ids:
             if self._by_item.get((stored.key[0], item_id)) is stored:
                 del self._by_item[stored.key[0], item_id]
-        stored.gone, stored.now, stored.cancel = True, None, None
+        stored.gone, stored.now, stored.cancel, stored.recorder = True, None, None, None
         stored.taken = stored.resource = b""
 
     def _forget_previous(self, stored: Stored) -> None:

@@ -15,10 +15,11 @@ from headrace.api.body import read_json
 from headrace.api.chat_completions import effort_kwargs, prompt_of
 from headrace.api.checks import check_common, check_fan_out, check_messages, check_stream_options
 from headrace.api.context import ApiContext, for_sample, response_id
-from headrace.api.errors import ApiError
-from headrace.api.generation import Answer, Generation
+from headrace.api.errors import ApiError, invalid, too_many
+from headrace.api.generation import Generation
 from headrace.api.logprobs import ChatLogprobs, LogprobFormat
 from headrace.api.response_store import Stored
+from headrace.api.responses_background import BackgroundAnswer, in_background
 from headrace.api.responses_input import (
     ENCRYPTED,
     LOGPROBS,
@@ -30,7 +31,7 @@ from headrace.api.responses_input import (
 )
 from headrace.api.responses_items import Events, Items
 from headrace.api.responses_messages import as_items, left_out, messages, tools_in
-from headrace.api.responses_stored import Held, continued, dereferenced, owner, with_ids
+from headrace.api.responses_stored import Held, check_kept, continued, dereferenced, owner, with_ids
 from headrace.api.responses_tools import ResponseTools
 from headrace.api.structured import Structure, constrain
 from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
@@ -40,6 +41,8 @@ from headrace.sampling.params import SamplingParams
 from headrace.text.stream import Delta
 
 encode = msgspec.json.encode
+MESSAGE_CHARS = 500  # of the error of a response that failed
+FAILURE_BYTES = 4096  # such an error as JSON, and more
 
 
 async def responses(ctx: ApiContext, request: Request) -> Response:
@@ -87,6 +90,8 @@ async def _asked(
 ) -> Asked:
     check_common(ctx, body)
     check_unserved(body)
+    if body.background:
+        check_kept(ctx, "background", "wait for the response, or ask for a stream")
     check_stream_options(body.stream, body.stream_options)
     previous, before = continued(ctx, request, body.previous_response_id)
     tools = _tools(ctx, request, body, items, before)
@@ -107,22 +112,37 @@ async def _asked(
 async def _kept(
     generation: Generation, answer: ResponsesAnswer, items: list[dict[str, Any]], previous: Stored | None
 ) -> Response:
-    """The answer, which is in the store from its beginning on, if there is room."""
-    store = answer.ctx.responses
-    stored = store.begin((owner(generation.request), answer.id), with_ids(items), previous, answer.resource)
+    """The answer, which is in the store from its beginning on, if there is room; in the background there must be."""
+    store, key, taken = answer.ctx.responses, (owner(generation.request), answer.id), with_ids(items)
+    reserve = len(encode(answer.resource())) + FAILURE_BYTES if answer.background else 0
+    stored = store.begin(key, taken, previous, answer.resource, reserve)
+    if stored is None and answer.background:
+        raise _no_room(answer, key, len(encode(taken)) + reserve)
     if stored is None:
         return await generation.response()
     answer.stored, stored.cancel = stored, partial(_cancel, generation, answer)
     try:
+        if answer.background:
+            return await in_background(generation, answer, stored)
         return Held(await generation.response(), store, stored)
     except BaseException:
         store.release(stored)
         raise
 
 
+def _no_room(answer: ResponsesAnswer, key: tuple[int, str], size: int) -> ApiError:
+    store = answer.ctx.responses
+    if store.find(key) is not None:
+        return invalid("request_id", "a response of this id is in progress.")
+    if size > store.max_bytes:
+        why = f"with the rest of the request it takes {size} bytes, and responses that are kept have {store.max_bytes}"
+        return invalid("input", f"{why} (--responses-store-bytes).")
+    text = "The responses that run leave no room for another one that is kept (--responses-store-bytes)."
+    return too_many(text, answer.ctx.limits.retry_after(), "store_full")
+
+
 def _cancel(generation: Generation, answer: ResponsesAnswer) -> None:
     """For somebody else than its own client, who is told so: what is kept says that it was cancelled."""
-    assert generation.line is not None, "a response is in the store when it has begun"
     answer.status = "cancelled"
     answer.whole()
     generation.line.end(ApiError(409, "The response was cancelled.", code="cancelled"))
@@ -151,7 +171,7 @@ def _parameters(ctx: ApiContext, body: ResponsesFields) -> SamplingParams:
     return body.sampling(max_tokens=body.max_output_tokens, logprobs=(body.top_logprobs or 0) if wanted else None)
 
 
-class ResponsesAnswer(Answer):
+class ResponsesAnswer(BackgroundAnswer):
     """One response; it is its own only choice."""
 
     def __init__(
@@ -168,8 +188,9 @@ class ResponsesAnswer(Answer):
         self.events, self.items = Events(), Items(tools, summarized=summarized, seal=seal)
         self.tools = tools
         self.stored: Stored | None = None
-        self.streaming, self.begun = bool(body.stream), False
-        self.status = "in_progress"
+        self.background, self.begun = bool(body.background), False
+        self.streaming = self.background or bool(body.stream)
+        self.status = "queued" if self.background else "in_progress"
         self.error: dict[str, str] | None = None
         self.add(ids, params, self)
         self.usage.prompt_tokens = len(ids)
@@ -191,28 +212,41 @@ class ResponsesAnswer(Answer):
             out += [self.events.bytes(kind, fields) for kind, fields in news]
         return b"".join(out)
 
+    def queued(self) -> bytes:
+        return b"".join(self._tell("created", "queued"))
+
     def _begin(self) -> list[bytes]:
         if self.begun or not self.streaming:
             return []
         self.begun = True
+        if not self.background:
+            return self._tell("created", "in_progress")
+        if self.status == "queued":
+            self.status = "in_progress"
+        return self._tell("in_progress")
+
+    def _tell(self, *kinds: str) -> list[bytes]:
         shown = {"response": self.resource()}
-        return [self.events.bytes(f"response.{k}", shown) for k in ("created", "in_progress")]
+        return [self.events.bytes(f"response.{kind}", shown) for kind in kinds]
 
     def silence(self) -> bytes:
-        """An event, since there are clients that take comments for nothing and give up."""
+        """An event, since there are clients that take comments for nothing and give up. In the background nobody waits."""
+        if self.background:
+            return b""
         return b"".join(self._begin()) or self.events.bytes("response.in_progress", {"response": self.resource()})
 
     def _take_logprobs(self) -> list[dict[str, Any]]:
         return self.logprobs.take() if self.logprobs is not None else []
 
     def closing(self) -> bytes:
-        return self.events.bytes(f"response.{self.status}", {"response": msgspec.Raw(self._final())})
+        final = {"response": msgspec.Raw(self._final())}  # first, as it may say how it ends
+        return self.events.bytes(f"response.{self.status}", final)
 
     def failure(self, error: ApiError) -> bytes:
         code = error.code or "server_error"
         fields = {"code": code, "message": error.message, "param": error.param}
         if self.status != "cancelled":
-            self.status, self.error = "failed", {"code": code, "message": error.message}
+            self._fail(code, error.message)
         failed = {"response": msgspec.Raw(self._final())}
         return self.events.bytes("error", fields) + self.events.bytes("response.failed", failed)
 
@@ -221,11 +255,21 @@ class ResponsesAnswer(Answer):
 
     def _final(self) -> bytes:
         """The response object at its end, as it is kept, or as it says that it is not."""
-        data = encode(self.resource())
-        if self.stored is not None and self.stored.now is not None and not self.ctx.responses.end(self.stored, data):
-            self.stored = None
+        data, stored, store = encode(self.resource()), self.stored, self.ctx.responses
+        if stored is None or stored.now is None or store.end(stored, data):
+            return data
+        if self.background:  # there is nobody else to whom the answer could be given
+            text = f"The answer takes {len(data)} bytes, for which --responses-store-bytes has no room."
+            self._fail("store_full", text)
             data = encode(self.resource())
-        return data
+            store.end(stored, data)
+            return data
+        store.release(stored)
+        self.stored = None
+        return encode(self.resource())
+
+    def _fail(self, code: str, message: str) -> None:
+        self.status, self.error = "failed", {"code": code, "message": message[:MESSAGE_CHARS]}
 
     def resource(self) -> dict[str, Any]:
         """The response object as it is now; fields of the request are given back as they are."""
@@ -260,7 +304,7 @@ class ResponsesAnswer(Answer):
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
             "store": self.stored is not None,
-            "background": False,
+            "background": self.background,
             "service_tier": "default",
             "safety_identifier": body.safety_identifier,
             "prompt_cache_key": body.prompt_cache_key,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.api.errors import invalid, unsupported
+from headrace.api.errors import allowed_only, invalid, unsupported
 from headrace.api.protocol import Body, Effort, OpenAIFields
 from headrace.api.structured import Structure, from_response_format, json_schema
 from headrace.conversation.tool_grammar import FunctionDef
@@ -84,10 +84,10 @@ class ResponsesFields(OpenAIFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     max_tool_calls: int | None = None  # given back: it counts tools run by the server, and there are none
     previous_response_id: str | None = None
+    background: bool | None = None
     # refused unless they ask for nothing
     conversation: Any = None
     prompt: Any = None
-    background: bool | None = None
     truncation: Literal["disabled", "auto"] | None = None
 
 
@@ -107,8 +107,8 @@ def check_unserved(body: ResponsesFields) -> None:
     for name in ("conversation", "prompt"):
         if getattr(body, name) is not None:
             raise unsupported(name, "not supported; send the whole input, or previous_response_id")
-    if body.background:
-        raise unsupported("background", "not supported: a response ends with its connection; wait for it, or ask for a stream")
+    if body.background and body.store is False:
+        raise allowed_only("background", "when store is true: whoever asked is not there to take the response")
     if body.truncation == "auto":
         raise unsupported("truncation", "only disabled: a prompt is never cut silently (truncate_prompt_tokens cuts it)")
     if body.n not in (None, 1):

@@ -10,8 +10,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.api.context import ApiContext, new_id
-from headrace.api.errors import ApiError, invalid, unsupported
+from headrace.api.errors import ApiError, allowed_only, invalid, unsupported
 from headrace.api.response_store import ResponseStore, Stored, chain
+from headrace.api.responses_background import followed
 
 PREFIXES = {
     "message": "msg_", "reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_", "custom_tool_call": "ctc_",
@@ -36,7 +37,7 @@ def continued(ctx: ApiContext, request: Request, response_id: str | None) -> tup
     name = "previous_response_id"
     if response_id is None:
         return None, []
-    _check_kept(ctx, name)
+    check_kept(ctx, name, "send the whole input")
     stored = ctx.responses.find((owner(request), response_id))
     if stored is not None and stored.now is not None:
         raise invalid(name, "that response is still in progress.")
@@ -59,7 +60,7 @@ def dereferenced(ctx: ApiContext, request: Request, items: list[dict[str, Any]])
         item_id, field = item.get("id"), f"input[{i}].id"
         if not isinstance(item_id, str):
             raise invalid(field, "the id of an item is needed.", "missing_required_parameter")
-        _check_kept(ctx, f"input[{i}].type")
+        check_kept(ctx, f"input[{i}].type", "send the whole input")
         if item_id not in known:
             stored = ctx.responses.having(owner(request), item_id)
             if stored is None:
@@ -73,10 +74,10 @@ def dereferenced(ctx: ApiContext, request: Request, items: list[dict[str, Any]])
     return found
 
 
-def _check_kept(ctx: ApiContext, field: str) -> None:
+def check_kept(ctx: ApiContext, field: str, instead: str) -> None:
     if not ctx.responses.max_bytes:
         why = "not supported: this server keeps no responses (several --api-processes, or --responses-store-bytes 0)"
-        raise unsupported(field, why + "; send the whole input")
+        raise unsupported(field, f"{why}; {instead}")
 
 
 class Held(Response):
@@ -107,29 +108,37 @@ def _asked(ctx: ApiContext, request: Request) -> Stored:
 
 async def retrieve(ctx: ApiContext, request: Request) -> Response:
     """GET /v1/responses/{id}, also while it is running."""
-    stored = _asked(ctx, request)
-    if request.query_params.get("stream", "false").lower() not in ("false", "0"):
-        raise unsupported("stream", "events are not kept: a stream cannot be had again")
-    if "starting_after" in request.query_params:
-        raise unsupported("starting_after", "events are not kept: a stream cannot be had again")
+    stored, query = _asked(ctx, request), request.query_params
+    stream, after = query.get("stream", "false").lower(), query.get("starting_after")
+    if stream not in ("true", "1", "false", "0"):
+        raise invalid("stream", "allowed are true, false.")
+    if stream in ("true", "1"):
+        if after is not None and not (after.isascii() and after.isdecimal() and len(after) <= 9):
+            raise invalid("starting_after", "the sequence_number of an event, an integer from 0 on.")
+        return followed(ctx, request, stored, 0 if after is None else int(after) + 1)
+    if after is not None:
+        raise allowed_only("starting_after", "with stream=true")
     return Response(stored.document(), media_type="application/json")
 
 
 async def delete(ctx: ApiContext, request: Request) -> Response:
     """DELETE /v1/responses/{id}."""
     stored = _asked(ctx, request)
-    if stored.now is not None:
+    if stored.now is not None and stored.recorder is None:
         raise invalid("id", "the response is still in progress; its request ends it by closing the connection.")
+    if stored.cancel is not None:
+        stored.cancel()
     ctx.responses.remove(stored)
     return _json({"id": request.path_params["id"], "object": "response.deleted", "deleted": True})
 
 
 async def cancel(ctx: ApiContext, request: Request) -> Response:
-    """POST /v1/responses/{id}/cancel: one that is running, whoever reads it."""
+    """POST /v1/responses/{id}/cancel: one that is running, whoever reads it. One of the background may have ended."""
     stored = _asked(ctx, request)
-    if stored.cancel is None:
+    if stored.cancel is not None:
+        stored.cancel()
+    elif stored.recorder is None:
         raise invalid("id", "the response has ended: only one that is in progress can be cancelled.")
-    stored.cancel()
     return Response(stored.document(), media_type="application/json")
 
 

@@ -87,8 +87,8 @@ class EventStream:
         self.last = self._time()
 
     async def keep_alive(self) -> None:
-        if not self.ending:
-            await self.write(self.silence())
+        if not self.ending and (sign := self.silence()):
+            await self.write(sign)
 
     async def end(self, data: bytes) -> None:
         self.ending = True

@@ -26,6 +26,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from headrace.api.lifeline import when_over
 from headrace.engine.messages import RequestTimes
 from headrace.sampling.params import SamplingParams
 
@@ -209,7 +210,7 @@ class Spans:
             with trace.use_span(span, record_exception=False, set_status_on_exception=False):
                 await self.app(scope, receive, send_and_note)
         finally:
-            span.end(zero + time.monotonic_ns())
+            when_over(scope, lambda: span.end(zero + time.monotonic_ns()))
 
 
 def _attributes(scope: Scope) -> dict[str, Any]:

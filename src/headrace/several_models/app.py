@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,7 @@ from headrace.api.config import ServerConfig
 from headrace.api.context import ApiContext
 from headrace.api.errors import bad_request, invalid, unavailable
 from headrace.api.generation import seconds_left
-from headrace.api.lifeline import Lifeline
+from headrace.api.lifeline import Lifeline, when_over
 from headrace.api.ollama import now
 from headrace.api.service import json_response
 from headrace.several_models.listing import OwnAnswers
@@ -93,7 +94,7 @@ class ModelEndpoint(Endpoint):
             return
         async with Lifeline(receive, seconds_left(request)):
             await enter(self.models, entry)
-        with self.models.switch.entered(entry):
+        with self.models.switch.entered(entry, partial(when_over, scope)):
             ctx = model.ctx
             if ctx is None:  # it has died since
                 raise unavailable(f"The model {entry.name} has just ended.", BUSY_RETRY, "model_ended")

@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -159,12 +159,12 @@ class Switch:
             self._advance()
 
     @contextmanager
-    def entered(self, entry: Entry) -> Iterator[None]:
-        """After `enter`: leaves at the end, however that comes."""
+    def entered(self, entry: Entry, over: Callable[[Callable[[], None]], None] = lambda leave: leave()) -> Iterator[None]:
+        """After `enter`: leaves at the end, however that comes; `over` may put it off."""
         try:
             yield
         finally:
-            self.leave(entry)
+            over(lambda: self.leave(entry))
 
     def keep(self, entry: Entry, seconds: float) -> None:
         """While it is loaded it goes after so long without a request; infinity: not by itself."""
