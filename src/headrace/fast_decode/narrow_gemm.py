@@ -14,7 +14,16 @@ from headrace.fast_decode.epilogues import Plan, column_parameters, finish, spli
 from headrace.fast_decode.skinny_gemm import EARLY_ELEMENTS, GemmTile, load_rows, row_block
 from headrace.fast_decode.wide_gemm import SUMSQ_BLOCK, WideTile
 from headrace.kernels.launch import capability, gdc_launch_dependents, gdc_wait, jit, next_power_of_2, tl, touch
-from headrace.kernels.narrow import add_products, arguments, bytes_together, packed, span_bytes, step_columns, step_scales
+from headrace.kernels.narrow import (
+    add_products,
+    arguments,
+    bytes_together,
+    first_scales,
+    packed,
+    span_bytes,
+    step_columns,
+    step_scales,
+)
 from headrace.model.weight import Weight
 
 LINE = 128  # bytes that `touch` asks for
@@ -66,18 +75,11 @@ def _narrow_kernel(
         line = k_start // PACK + tl.arange(0, LINES) * 128
         touch(w_ptr + of_row[:, None] * (K // PACK) + tl.minimum(line, K // PACK - 1)[None, :])
     norm, bias = column_parameters(norm_ptr, bias_ptr, rn, N, norm_offset, split, COLUMNS, MODE, HAS_BIAS, SPLITS)
-    # of whole rows for good, of groups those of the first step
-    if GROUP == 0:
-        s = (tl.load(scales).to(tl.float32),)
-    else:
-        s = step_scales(scales, k_start, GROUP, GROUPS, PARTS, WIDTH, FOUR)
+    s = first_scales(scales, k_start, GROUP, GROUPS, PARTS, WIDTH, FOUR)
     z = s
     if ZEROS:
         zeros = zeros_ptr + of_row // SCALE_ROWS * GROUPS
-        if GROUP == 0:
-            z = step_scales(zeros, 0, 1, 1, 1, WIDTH, False)
-        else:
-            z = step_scales(zeros, k_start, GROUP, GROUPS, PARTS, WIDTH, FOUR)
+        z = first_scales(zeros, k_start, GROUP, GROUPS, PARTS, WIDTH, FOUR)
     if PDL:
         gdc_wait()
         if LINES == 0:

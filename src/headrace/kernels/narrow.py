@@ -311,6 +311,18 @@ def step_scales(
 
 
 @jit
+def first_scales(
+    pointers, k, GROUP: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, FOUR: tl.constexpr
+):  # fmt: skip
+    """Those of whole rows, for good, or of groups as `step_scales`."""
+    if GROUP == 0:
+        found = step_scales(pointers, 0, 1, 1, 1, WIDTH, False)
+    else:
+        found = step_scales(pointers, k, GROUP, GROUPS, PARTS, WIDTH, FOUR)
+    return found
+
+
+@jit
 def add_products(
     acc, raw, low_x, high_x, scale, high_scale, zero, high_zero,
     KIND: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr,

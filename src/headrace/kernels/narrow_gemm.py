@@ -11,6 +11,7 @@ from headrace.kernels.narrow import (
     add_products,
     arguments,
     bytes_together,
+    first_scales,
     packed,
     span_bytes,
     step_scales,
@@ -37,17 +38,11 @@ def narrow_sums(
     rb = tl.arange(0, WIDTH)
     weights = w_ptr + of_row[:, None] * (K // PACK) + rb[None, :]
     scales = scales_ptr + of_row // SCALE_ROWS * GROUPS
-    if GROUP == 0:
-        s = (tl.load(scales).to(tl.float32),)
-    else:
-        s = step_scales(scales, 0, GROUP, GROUPS, PARTS, WIDTH, FOUR)
+    s = first_scales(scales, 0, GROUP, GROUPS, PARTS, WIDTH, FOUR)
     z = s
     if ZEROS:
         zeros = zeros_ptr + of_row // SCALE_ROWS * GROUPS
-        if GROUP == 0:
-            z = step_scales(zeros, 0, 1, 1, 1, WIDTH, False)
-        else:
-            z = step_scales(zeros, 0, GROUP, GROUPS, PARTS, WIDTH, FOUR)
+        z = first_scales(zeros, 0, GROUP, GROUPS, PARTS, WIDTH, FOUR)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
