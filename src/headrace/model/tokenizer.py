@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.model.checkpoint import Checkpoint
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
-LARGE = 1 << 20  # characters: the library takes up to 300 bytes for each, so one such text at a time, and they go back
+LARGE = 1 << 20  # characters: the library takes 75 to 600 bytes for each, so one such text at a time, and they go back
 _ENDS = ("eos_token", "eot_token", "eom_token")  # of a text, a turn, a message that is not the turn's last
 
 
