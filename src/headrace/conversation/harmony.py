@@ -9,11 +9,10 @@ One reader for all of it. Models write some headers wrongly: whatever can be rea
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from headrace.conversation.events import Reasoning
 from headrace.conversation.piece_reader import CutOff, NotACall, Reading
-from headrace.conversation.tool_parser import ToolParser, random_id
+from headrace.conversation.tool_parser import ToolParser
 from headrace.conversation.tool_syntax import MAX_NAME
 from headrace.text.markers import Markers, MarkerScanner
 
@@ -45,11 +44,9 @@ class HarmonyParser(ToolParser):
     )
     _headers = Markers([MESSAGE, START, *ENDS])
 
-    def __init__(
-        self, new_id: Callable[[], str] = random_id, *, prompt: str = "", calls: bool = True, reasons: bool = True
-    ):
+    def __init__(self, *, prompt: str = "", calls: bool = True, reasons: bool = True):
         """`reasons`: the analysis is reasoning, not text."""
-        super().__init__(new_id)
+        super().__init__()
         self._prompt, self._calls_wanted, self._reasons = prompt, calls, reasons
         self._begun = {True: False, False: False}  # whether there is reasoning, text
         self._is_new = True  # nothing of this message is out

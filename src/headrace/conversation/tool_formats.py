@@ -5,7 +5,7 @@ Which text becomes a call, which stays text and which is dropped: see tool_parse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from headrace.conversation.events import CallArguments
@@ -82,9 +82,7 @@ class MistralParser(ToolParser):
     tags = ("[ARGS]", "[CALL_ID]")
     markers = (*opening.strings, *tags)
     streams = True
-
-    def __init__(self, new_id: Callable[[], str] = short_id):
-        super().__init__(new_id)
+    new_id = staticmethod(short_id)
 
     def _calls(self, marker: str) -> Reading[None]:
         yield from self._spaces()
@@ -116,9 +114,7 @@ class JsonListParser(MistralParser):
     markers = ()
     constrained = True
     unmarked = "[{"
-
-    def __init__(self, new_id: Callable[[], str] = random_id):
-        super().__init__(new_id)
+    new_id = staticmethod(random_id)
 
 
 class PythonicParser(ToolParser):
@@ -174,8 +170,8 @@ class Llama4Parser(LlamaJsonParser, PythonicParser):
 class NamedCallParser(ToolParser):
     """The whole text is the arguments of one call, to the tool that the request names."""
 
-    def __init__(self, name: str, new_id: Callable[[], str] = random_id):
-        super().__init__(new_id)
+    def __init__(self, name: str):
+        super().__init__()
         self._name = name
 
     def _read(self) -> Reading[None]:

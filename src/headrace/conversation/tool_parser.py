@@ -58,10 +58,11 @@ class ToolParser(PieceReader):
     in_reasoning = False  # a call within the reasoning is one: its markers are nothing that is thought
     schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # a tool's name -> what its arguments are
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
+    new_id: Callable[[], str] = staticmethod(random_id)  # of a call that has none of its own
 
-    def __init__(self, new_id: Callable[[], str] = random_id):
+    def __init__(self) -> None:
         super().__init__()
-        self.num_calls, self.new_id = 0, new_id
+        self.num_calls = 0
         self._events: list[Event] = []
         self._json: list[str] | None = None  # of its object, as far as that is there
         self._head: tuple[str, str | None] | None = None  # name and id of a call that has been read so far, and is not out
