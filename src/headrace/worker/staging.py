@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+CAPACITY = 1 << 22  # bytes of a buffer
+
 
 class Staging:
     """Copies small numpy arrays to the device. On the CPU a tensor simply shares the array's memory.
@@ -15,10 +17,10 @@ class Staging:
     then, its results read.
     """
 
-    def __init__(self, device: torch.device, capacity: int = 1 << 22):
-        self.device, self._capacity, self._turn, self._used = device, capacity, 0, 0
+    def __init__(self, device: torch.device):
+        self.device, self._turn, self._used = device, 0, 0
         pinned = device.type == "cuda"
-        self._pinned = [torch.empty(capacity * pinned, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._pinned = [torch.empty(CAPACITY * pinned, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
 
     def next_step(self) -> None:
         self._turn, self._used = self._turn ^ 1, 0
@@ -32,7 +34,7 @@ class Staging:
     def _room(self, like: Tensor) -> Tensor:
         size = like.numel() * like.element_size()
         begin = -(-self._used // 16) * 16
-        if begin + size > self._capacity:  # rare and large: a buffer of its own, which the copy's stream keeps alive
+        if begin + size > CAPACITY:  # rare and large: a buffer of its own, which the copy's stream keeps alive
             return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
         self._used = begin + size
         return self._pinned[self._turn][begin : self._used].view(like.dtype).view(like.shape)
