@@ -28,6 +28,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {  # right ones; each is answered with
         {"messages": HI, "max_tokens": 3}, {"messages": PAST, "max_tokens": 4, "n": 2, "temperature": 1.0, "seed": 1, "logprobs": True, "top_logprobs": 2},
         {"messages": HI, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}, {"messages": HI, "max_tokens": 30, "response_format": SCHEMA},
         {"messages": HI, "max_tokens": 5, "stop": ["e"], "logit_bias": {"5": -100}, "presence_penalty": 0.5, "user": "u", "metadata": {"a": "b"}},
+        {"messages": HI, "max_tokens": 4, "tools": [{"type": "custom", "custom": {"name": "f", "format": {"type": "text"}}}], "tool_choice": "none"},
     ],
     "/v1/completions": [
         {"prompt": "the wheel", "max_tokens": 4}, {"prompt": ["a", "b"], "max_tokens": 2, "logprobs": 1, "echo": True}, {"prompt": [5, 6, 7], "max_tokens": 3},

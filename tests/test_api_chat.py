@@ -103,7 +103,7 @@ def test_logprobs(api, top):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]}, "messages[0].content[0].type"),
         ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 5}, "logprobs"), ({"tool_choice": "auto"}, "tool_choice"),
-        ({"tools": [{"custom": {}}]}, "tools[0].function"), ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"), ({"tools": [{"custom": {}}]}, "tools[0].custom.name"), ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools[0].function.parameters.type"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": ["null", "array"]}}}]}, "tools[0].function.parameters.type"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),

@@ -14,12 +14,14 @@ from starlette.responses import Response
 
 from headrace.api.beams import BeamGeneration, beam_params
 from headrace.api.body import read_json
+from headrace.api.chat_tools import CustomInputs, tools_of, with_functions
 from headrace.api.checks import check_fan_out, check_generation, check_messages
 from headrace.api.context import ApiContext, for_sample
 from headrace.api.errors import allowed_only, bad_request, unsupported
 from headrace.api.generation import ChoicesAnswer, Generation
 from headrace.api.logprobs import ChatLogprobs, prompt_logprobs
 from headrace.api.protocol import ChatRequest, Thinking
+from headrace.api.responses_tools import ResponseTools
 from headrace.api.structured import constrain, spec_of
 from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
 from headrace.api.tool_choice_input import of_chat
@@ -39,23 +41,23 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
     model = ctx.check_model(body.model)
     check_generation(ctx, body)
     check_messages(body.messages)
-    choice = of_chat(body.tool_choice)
-    check_tools(body.tools, choice)
+    tools = tools_of(body.tools)
+    choice = of_chat(body.tool_choice, tools)
+    check_tools(tools.functions, choice)
     if body.echo:
         raise unsupported("echo", "not supported for chat; continue_final_message continues the last message")
-    policy = ToolPolicy(ctx, body.tools, choice, body.parallel_tool_calls)
+    policy = ToolPolicy(ctx, tools.functions, choice, body.parallel_tool_calls)
     spec = policy.joined(spec_of(body.response_format, body.structured_outputs))
     params = constrain(ctx, _parameters(ctx, body), spec)
     beams = beam_params(ctx, body)
     check_fan_out(ctx, params.n, params)
     kwargs = thinking_kwargs(body) | (body.chat_template_kwargs or {})
     special, cut = bool(body.add_special_tokens), body.truncate_prompt_tokens is not None
-    rendered, end = await prompt_of(
-        ctx, body.messages, policy.tools, kwargs, special=special, truncated=cut, **prompt_end(body)
-    )  # fmt: skip
+    history = with_functions(body.messages, tools)
+    rendered, end = await prompt_of(ctx, history, policy.tools, kwargs, special=special, truncated=cut, **prompt_end(body))
     limit = "max_tokens" if body.max_completion_tokens != params.max_tokens else "max_completion_tokens"
     ids, params = await ctx.check_prompt(rendered, params, field="messages", side=body.truncation_side, limit=limit)
-    answer = ChatAnswer(ctx, body, model, policy, ids, end, policy.with_special_tokens(params))
+    answer = ChatAnswer(ctx, body, model, tools, policy, ids, end, policy.with_special_tokens(params))
     if beams is not None:
         return await BeamGeneration(ctx, request, answer, beams).response()
     return await Generation(ctx, request, answer, spec).response()
@@ -150,11 +152,11 @@ class ChatAnswer(ChoicesAnswer):
     """One prompt, n choices."""
 
     def __init__(
-        self, ctx: ApiContext, body: ChatRequest, model: str, policy: ToolPolicy, ids: array, prompt_end: str,
-        params: SamplingParams,
+        self, ctx: ApiContext, body: ChatRequest, model: str, tools: ResponseTools, policy: ToolPolicy, ids: array,
+        prompt_end: str, params: SamplingParams,
     ):  # fmt: skip
         super().__init__(ctx, body, "chatcmpl-", "chat.completion.chunk" if body.stream else "chat.completion", model)
-        self.prompt_ids = ids
+        self.prompt_ids, self.tools = ids, tools
         self.usage.prompt_tokens = len(ids)
         for index in range(params.n):
             own = for_sample(params, index)
@@ -192,6 +194,7 @@ class ChatChoice:
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[dict[str, Any]] = []
+        self.inputs = CustomInputs(answer.tools)
         self.finish: tuple[str | None, int | str | None] = (None, None)
         self.open = b"data: " + answer.head + b'{"index":%d,"delta":' % index
         self.plain = not (self.logprobs or self.with_ids or answer.continuous_usage) and reader.plain and self.streaming
@@ -209,6 +212,7 @@ class ChatChoice:
             events += self.reader.finish()
             reason = self.reader.policy.finish_reason(delta.finish_reason, self.reader.num_calls)
             self.finish = (reason, delta.stop_reason)
+        events = self.inputs.read(events, last=delta.finish_reason is not None)
         for event in events:
             self._keep(event)
         if not self.streaming:
@@ -227,9 +231,18 @@ class ChatChoice:
         if isinstance(event, Reasoning):
             return {"reasoning": event.text, "reasoning_content": event.text} if self.reasoning_shown else None
         if isinstance(event, CallBegin):
-            function = {"name": event.name, "arguments": ""}
-            return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
-        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+            return {"tool_calls": [{"index": event.index, **self._call(event)}]}
+        kind, field = self._kind(event)
+        return {"tool_calls": [{"index": event.index, kind: {field: event.text}}]}
+
+    def _kind(self, event: CallBegin | CallArguments) -> tuple[str, str]:
+        """Of a call, and what its text is called."""
+        return ("custom", "input") if event.index in self.inputs.customs else ("function", "arguments")
+
+    def _call(self, event: CallBegin) -> dict[str, Any]:
+        """As it begins."""
+        kind, field = self._kind(event)
+        return {"id": event.id, "type": kind, kind: {"name": self.answer.tools.origin(event.name).name, field: ""}}
 
     def _chunk(self, delta: bytes, with_extras: bool, last: bool = False) -> bytes:
         """`with_extras`: it takes along the logprobs and ids that wait for a chunk."""
@@ -256,9 +269,10 @@ class ChatChoice:
         elif isinstance(event, Text):
             self.content.append(event.text)
         elif isinstance(event, CallBegin):
-            self.calls.append({"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}})
+            self.calls.append(self._call(event))
         elif isinstance(event, CallArguments):
-            self.calls[event.index]["function"]["arguments"] += event.text
+            kind, field = self._kind(event)
+            self.calls[event.index][kind][field] += event.text
 
     def reasoning_tokens(self) -> int:
         """Counted on the reasoning's text, when the choice has ended."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.conversation.tool_grammar import Tool
+from headrace.conversation.tool_grammar import FunctionDef
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
 
@@ -122,6 +122,22 @@ class CompletionRequest(GenerationFields, kw_only=True):
     prompt_embeds: Any = None
 
 
+class CustomDef(Body, kw_only=True):
+    """A tool whose input is any text."""
+
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class ChatTool(Body, kw_only=True):
+    """One of the two, as `type` says: read in chat_tools."""
+
+    type: Literal["function", "custom"] = "function"
+    function: FunctionDef | None = None
+    custom: CustomDef | None = None
+
+
 class FunctionName(Body, kw_only=True):
     name: str
 
@@ -134,10 +150,11 @@ class AllowedTools(Body, kw_only=True):
 
 
 class ToolChoice(Body, kw_only=True):
-    """One function that must be called, or several that may be."""
+    """One tool that must be called, or several that may be."""
 
-    type: Literal["function", "allowed_tools"] = "function"
+    type: Literal["function", "custom", "allowed_tools"] = "function"
     function: FunctionName | None = None
+    custom: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
 
 
@@ -170,7 +187,7 @@ class ChatRequest(GenerationFields, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: list[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import re
 from typing import Any
 
 import msgspec
 
 from headrace.api.context import new_id
+from headrace.api.custom_tools import custom_input
 from headrace.api.responses_messages import sealed
 from headrace.api.responses_tools import ResponseTools
 from headrace.api.sse import named_event
 from headrace.conversation.events import CallArguments, CallBegin, Event, Text
-from headrace.conversation.tool_syntax import without_half_pairs
 
 encode = msgspec.json.encode
 News = tuple[str, dict[str, Any]]  # type of a stream event, and what it says
@@ -27,7 +25,6 @@ ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "function_call": ("fc_", {"arguments": "", "status": "in_progress"}, {}),
     "custom_tool_call": ("ctc_", {"input": "", "status": "in_progress"}, {}),
 }  # fmt: skip
-_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 
 
 class Events:
@@ -150,26 +147,3 @@ class Items:
         """End the output, which holds at least one item: an empty message, if the model said nothing."""
         events = [] if self.output else self._start("message")
         return events + self.close(status, logprobs)
-
-
-def custom_input(arguments: str) -> str:
-    """The text that the arguments hold: what there is of it, if they were cut off; all of them, if the model wrote another
-    object than it was told to."""
-    try:
-        value = json.loads(arguments or "{}", strict=False)
-    except (ValueError, RecursionError):
-        return without_half_pairs(_cut_off(arguments))
-    if isinstance(value, dict) and isinstance(value.get("input"), str):
-        return without_half_pairs(value["input"])
-    return arguments
-
-
-def _cut_off(arguments: str) -> str:
-    head = _INPUT.match(arguments)
-    text = arguments[head.end() :] if head is not None else ""
-    for end in range(len(text), max(len(text) - 6, -1), -1):  # an escape may be cut, too
-        try:
-            return str(json.loads(f'"{text[:end]}"', strict=False))
-        except ValueError:
-            continue
-    return ""

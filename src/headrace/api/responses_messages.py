@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from headrace.api.custom_tools import arguments_of
 from headrace.api.errors import invalid
 from headrace.api.responses_tools import Origin, function_name
 from headrace.conversation.message_forms import ROLES
@@ -142,7 +143,7 @@ class _Reader:
             name = self._name_of(Origin(_text(item, "name", path), namespace or None, custom))
             arguments = _text(item, "input" if custom else "arguments", path)
             if custom:
-                arguments = json.dumps({"input": arguments}, ensure_ascii=False)
+                arguments = arguments_of(arguments)
         call = {"id": _call_id(item, path), "type": "function", "function": {"name": name, "arguments": arguments}}
         if not self.found or self.found[-1]["role"] != "assistant":
             self.found.append({"role": "assistant", "content": None})

@@ -1,7 +1,7 @@
 """Tools of /v1/responses as the functions that templates and parsers know, and the way back from a function's name.
 
-A tool of a namespace is the function `NAMESPACE__NAME`. A custom tool, whose input is any text, is a function of one string,
-`input`. Tools that their provider runs are left out and named, as everywhere.
+A tool of a namespace is the function `NAMESPACE__NAME`; of custom tools see custom_tools. What a provider runs is left out and
+named, as everywhere. The names of chat's tools are kept here, too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from typing import Any, NamedTuple
 
 from headrace.api.body import read_part
+from headrace.api.custom_tools import function_of
 from headrace.api.errors import invalid
 from headrace.api.responses_input import CustomTool, FlatTool, Namespace
 from headrace.api.tool_choice import FUNCTION_NAME
@@ -65,7 +66,7 @@ class ResponseTools:
         tool: FlatTool | CustomTool
         if given.get("type") == "custom":
             tool = custom = read_part(given, CustomTool, at, self.ignored)
-            function = _of_custom(custom, at)
+            function = function_of(custom.name, custom.description, custom.format, at)
         else:
             tool = read_part(given, FlatTool, at, self.ignored)
             function = FunctionDef(**{f: getattr(tool, f) for f in FunctionDef.__struct_fields__})
@@ -73,11 +74,17 @@ class ResponseTools:
             raise invalid(f"{at}.name", "1 to 64 letters, digits, underscores, dots or dashes.")
         origin = Origin(tool.name, namespace, isinstance(tool, CustomTool))
         if origin not in self._names:  # agents repeat them
-            function.name = self._new_name(origin)
-            self.functions.append(Tool(function=function))
+            self.append(origin, function)
         return tool
 
-    def _new_name(self, origin: Origin) -> str:
+    def append(self, origin: Origin, function: FunctionDef) -> None:
+        function.name = self.new_name(origin)
+        self.functions.append(Tool(function=function))
+
+    def new_name(self, origin: Origin) -> str:
+        """Of the function that stands for a tool; the same where it has one."""
+        if origin in self._names:
+            return self._names[origin]
         name = function_name(origin)
         if name in self._origins:
             name = _short(name, repr(origin))
@@ -109,19 +116,3 @@ def function_name(origin: Origin) -> str:
 def _short(name: str, key: str) -> str:
     """A name like `name` that is allowed, and another one for each `key`."""
     return re.sub(r"[^a-zA-Z0-9_.-]", "_", name[:55]) + "_" + hashlib.sha256(key.encode()).hexdigest()[:8]
-
-
-def _of_custom(tool: CustomTool, at: str) -> FunctionDef:
-    about, form = tool.description or "", tool.format or {"type": "text"}
-    if form.get("type") == "grammar":
-        for field in ("syntax", "definition"):
-            if not isinstance(form.get(field), str):
-                raise invalid(f"{at}.format.{field}", "a text is needed.", "missing_required_parameter")
-        about += f"\n\n`input` must obey this grammar ({form['syntax']}):\n{form['definition']}"
-    elif form.get("type") != "text":
-        raise invalid(f"{at}.format.type", "allowed are text, grammar.")
-    parameters = {
-        "type": "object", "properties": {"input": {"type": "string", "description": "the whole input, as it is"}},
-        "required": ["input"], "additionalProperties": False,
-    }  # fmt: skip
-    return FunctionDef(name=tool.name, description=about.strip() or None, parameters=parameters)

@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from headrace.api.body import read_json
 from headrace.api.chat_completions import prompt_end, prompt_of
+from headrace.api.chat_tools import tools_of, with_functions
 from headrace.api.checks import check_bookkeeping, check_messages
 from headrace.api.completions import prompts
 from headrace.api.context import ApiContext, new_id
@@ -26,8 +27,7 @@ from headrace.api.errors import ApiError, allowed_only, bad_request, invalid, un
 from headrace.api.generation import run_all, seconds_left
 from headrace.api.lifeline import Lifeline
 from headrace.api.limits import Ticket
-from headrace.api.protocol import Body
-from headrace.conversation.tool_grammar import Tool
+from headrace.api.protocol import Body, ChatTool
 from headrace.sampling.checks import checked_ids
 from headrace.sampling.params import SamplingParams
 
@@ -122,7 +122,7 @@ class TokenizeRequest(Body, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: list[Tool] | None = None
+    tools: list[ChatTool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None  # default: true for a text, false for a conversation
@@ -155,9 +155,10 @@ async def tokenize(ctx: ApiContext, request: Request) -> Response:
     else:
         assert body.messages is not None
         check_messages(body.messages)
-        kwargs, special = body.chat_template_kwargs, bool(body.add_special_tokens)
+        kwargs, special, tools = body.chat_template_kwargs, bool(body.add_special_tokens), tools_of(body.tools)
+        history = with_functions(body.messages, tools)
         ids, _ = await prompt_of(
-            ctx, body.messages, body.tools, kwargs, special=special, truncated=True, **prompt_end(body)
+            ctx, history, tools.functions, kwargs, special=special, truncated=True, **prompt_end(body)
         )  # fmt: skip
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": ctx.engine.max_model_len, "tokens": ids, "token_strs": None}
     if body.return_token_strs:

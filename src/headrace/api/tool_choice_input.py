@@ -11,24 +11,26 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.api.errors import invalid
-from headrace.api.protocol import ToolChoice
+from headrace.api.protocol import ChatTool, ToolChoice
 from headrace.api.responses_input import FlatToolChoice
 from headrace.api.responses_tools import ResponseTools
 from headrace.api.tool_choice import MAX_TOOLS, Allowed, Choice, Named
 
 
-def of_chat(choice: str | ToolChoice | None) -> Choice:
+def of_chat(choice: str | ToolChoice | None, tools: ResponseTools) -> Choice:
     """Raises ApiError naming the part that is missing, wrong or too much."""
     if choice is None or isinstance(choice, str):
         return choice
-    _check_parts(choice, (choice.type,))
-    if choice.function is not None:
-        return Named(choice.function.name)
+    check_parts(choice, "tool_choice", (choice.type,))
+    if (named := choice.function or choice.custom) is not None:
+        return Named(tools.function(choice.type, named.name, None, "tool_choice"))
     assert choice.allowed_tools is not None
     field, names = "tool_choice.allowed_tools", []
-    for at, tool in _entries(choice.allowed_tools.tools, f"{field}.tools", ("function",)):
-        function = tool.get("function")
-        names.append(_text(function if isinstance(function, dict) else {}, "name", f"{at}.function"))
+    for at, tool in _entries(choice.allowed_tools.tools, f"{field}.tools", ("function", "custom")):
+        kind = tool.get("type", "function")
+        part = tool.get(kind)
+        name = _text(part if isinstance(part, dict) else {}, "name", f"{at}.{kind}")
+        names.append(tools.function(kind, name, None, at))
     return _allowed(choice.allowed_tools.mode, names, field)
 
 
@@ -37,9 +39,9 @@ def of_responses(choice: str | FlatToolChoice | None, tools: ResponseTools) -> C
     if choice is None or isinstance(choice, str):
         return None if choice == "auto" and not tools.functions else choice
     if choice.type != "allowed_tools":
-        _check_parts(choice, ("name",), ("namespace",))
+        check_parts(choice, "tool_choice", ("name",), ("namespace",))
         return Named(tools.function(choice.type, str(choice.name), choice.namespace or None, "tool_choice"))
-    _check_parts(choice, ("mode", "tools"))
+    check_parts(choice, "tool_choice", ("mode", "tools"))
     assert choice.mode and choice.tools is not msgspec.UNSET
     names = []
     for at, tool in _entries(choice.tools, "tool_choice.tools", ("function", "custom")):
@@ -48,13 +50,16 @@ def of_responses(choice: str | FlatToolChoice | None, tools: ResponseTools) -> C
     return _allowed(choice.mode, names, "tool_choice")
 
 
-def _check_parts(choice: ToolChoice | FlatToolChoice, needed: Collection[str], more: Collection[str] = ()) -> None:
-    for part in choice.__struct_fields__:
-        given = getattr(choice, part) not in (None, msgspec.UNSET)
+def check_parts(
+    whole: ToolChoice | FlatToolChoice | ChatTool, field: str, needed: Collection[str], more: Collection[str] = ()
+) -> None:
+    """That it has those parts that its type has. Raises ApiError naming the part below `field`."""
+    for part in whole.__struct_fields__:
+        given = getattr(whole, part) not in (None, msgspec.UNSET)
         if part in needed and not given:
-            raise invalid(f"tool_choice.{part}", f"it is needed for {choice.type}.", "missing_required_parameter")
+            raise invalid(f"{field}.{part}", f"it is needed for {whole.type}.", "missing_required_parameter")
         if given and part not in (*needed, *more, "type"):
-            raise invalid(f"tool_choice.{part}", f"{choice.type} has no such part.")
+            raise invalid(f"{field}.{part}", f"{whole.type} has no such part.")
 
 
 def _entries(tools: list[dict[str, Any]], field: str, kinds: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -56,8 +56,8 @@ class Refused(Exception):
 def leave_out(document: Any, kind: inspect.Type) -> list[str]:
     """Remove from a decoded body of type `kind` what is ignored; returns where it stood. Raises Refused."""
     found: list[str] = []
-    if isinstance(document, dict) and _takes_functions_only(kind):
-        _leave_out_tools(document, found)
+    if isinstance(document, dict) and (kinds := _kinds_of_tools(kind)):
+        _leave_out_tools(document, kinds, found)
     _walk(document, kind, "", found)
     return list(dict.fromkeys(found))
 
@@ -69,19 +69,20 @@ def leave_out_of_part(part: Any, kind: inspect.Type, path: str) -> list[str]:
     return found
 
 
-def _takes_functions_only(kind: inspect.Type) -> bool:
-    """Other bodies leave the type of their tools open, and sort them themselves."""
+def _kinds_of_tools(kind: inspect.Type) -> list[Any]:
+    """That a body takes. Nothing: it has none, or leaves their type open and sorts them itself."""
     tools = next((f.type for f in getattr(kind, "fields", ()) if f.encode_name == "tools"), None)
     lists = [m for m in getattr(tools, "types", (tools,)) if isinstance(m, inspect.ListType)]
-    return any(isinstance(m.item_type, inspect.StructType) for m in lists)
+    fields = [f for m in lists if isinstance(m.item_type, inspect.StructType) for f in m.item_type.fields]
+    return [v for f in fields if f.encode_name == "type" and isinstance(f.type, inspect.LiteralType) for v in f.type.values]
 
 
-def _leave_out_tools(body: dict[str, Any], found: list[str]) -> None:
-    """Tools that are not functions; a `tool_choice` that asks for one is refused by its type."""
+def _leave_out_tools(body: dict[str, Any], kinds: Collection[Any], found: list[str]) -> None:
+    """Tools of other kinds; a `tool_choice` that asks for one is refused by its type."""
     tools = body.get("tools")
     if not isinstance(tools, list):
         return
-    foreign = [t for t in tools if isinstance(t, dict) and isinstance(t.get("type"), str) and t["type"] != "function"]
+    foreign = [t for t in tools if isinstance(t, dict) and isinstance(t.get("type"), str) and t["type"] not in kinds]
     if not foreign:
         return
     found += [f"tools[{tool['type']}]" for tool in foreign]
