@@ -357,3 +357,5 @@ def test_without_grammars_strict_and_forced_tools_are_refused():
     assert error_of(api.post("/v1/chat/completions", {"messages": HI, "tools": strict}))["param"] == "tools"
     body = {"messages": HI, "tools": BODY_TOOLS, "tool_choice": "required"}
     assert error_of(api.post("/v1/chat/completions", body))["param"] == "tool_choice"
+    body = {"messages": HI, "tools": BODY_TOOLS, "response_format": FORMAT}
+    assert error_of(api.post("/v1/chat/completions", body))["param"] == "response_format"

@@ -109,7 +109,8 @@ class ToolPolicy:
         whole, form = other.field == "structured_outputs", self.ctx.answer_format.tools
         if self.forced and not whole:
             return self.spec()
-        if self.tools and not whole and form in FREE_FORMATS and (schema := _of_answer(other)) is not None:
+        able = form in FREE_FORMATS and self.ctx.engine.supports_structured
+        if self.tools and not whole and able and (schema := _of_answer(other)) is not None:
             args_tags = self.ctx.template_mentions("[ARGS]")
             try:
                 lark = calls_or_answer(str(form), self._held(), self.parallel, self._special, schema, args_tags=args_tags)
