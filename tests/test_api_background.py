@@ -198,6 +198,7 @@ async def test_what_cannot_be_is_refused_by_name():
         plain = (await server.client.post(PATH, json={"model": MODEL, "input": "hi"})).json()["id"]
         for path, field in (
             (f"{done['id']}?stream=true", "stream"), (f"{plain}?stream=true", "stream"), (f"{done['id']}?stream=yes", "stream"),
+            (f"{done['id']}?include_obfuscation=true", "include_obfuscation"),
             (f"{done['id']}?starting_after=3", "starting_after"), (f"{done['id']}?stream=true&starting_after=-1", "starting_after"),
             (f"{done['id']}?stream=true&starting_after=x", "starting_after"), (f"{done['id']}?stream=1&starting_after=9999999999", "starting_after"),
         ):  # fmt: skip
@@ -314,6 +315,74 @@ async def test_what_is_kept_is_bounded():
         (large, small) = [await ended(server, (await ask(server, {"max_output_tokens": n}))["id"]) for n in (3901, 20)]
         assert (large["status"], large["error"]["code"], large["output"]) == ("failed", "store_full", [])
         assert small["status"] == "incomplete" and small["output"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_comes_nothing_is_lost_and_all_is_given_back(seed):
+    """Many are asked for, read, left, ended, deleted and fail, in a store that is often full."""
+    rng = random.Random(seed)
+    fake = FakeEngine(bursts=2, delay=0.0005)
+    known: dict[str, dict] = {}  # what is known of those that were not deleted
+    fake.fail = lambda n: "error" if rng.random() < 0.002 else None
+
+    async def one(server: Served) -> None:
+        await asyncio.sleep(rng.random() / 4)
+        body = {"input": "x" * rng.randint(1, 2000), "max_output_tokens": rng.randint(1, 60), "seed": rng.randint(0, 9), "stream": rng.random() < 0.6}
+        if known and rng.random() < 0.3:
+            body["previous_response_id"] = rng.choice(list(known))
+        found: list[dict] = []
+        if body["stream"]:
+            most = rng.randint(1, 40)
+            async with server.client.stream("POST", PATH, json={"model": MODEL, "background": True, **body}) as answer:
+                if answer.status_code != 200:
+                    assert answer.status_code in (400, 404, 429), await answer.aread()
+                    return
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: "):
+                        found.append(json.loads(line[6:]))
+                        if len(found) == most:
+                            break
+            response_id = found[0]["response"]["id"]
+        else:
+            answer = await server.client.post(PATH, json={"model": MODEL, "background": True, **body})
+            if answer.status_code != 200:
+                assert answer.status_code in (400, 404, 429), answer.text
+                return
+            response_id = answer.json()["id"]
+        await asyncio.sleep(rng.random() / 30)
+        what = rng.random()
+        if what < 0.2:
+            await server.client.delete(f"{PATH}/{response_id}")
+            return
+        if what < 0.4:
+            assert (await server.client.post(f"{PATH}/{response_id}/cancel")).status_code in (200, 404)
+        while (answer := await server.client.get(f"{PATH}/{response_id}")).status_code == 200 and answer.json()["status"] not in ENDED:
+            await asyncio.sleep(0.003)
+        if answer.status_code != 200:
+            assert answer.status_code == 404  # others came after it, and the store is small
+            return
+        known[response_id] = last = answer.json()
+        if body["stream"]:
+            query = {"stream": "true", "starting_after": str(len(found) - 1)} if found else {"stream": "true"}
+            answer = await server.client.get(f"{PATH}/{response_id}", params=query)
+            if answer.status_code == 200 and not (found and found[-1]["type"] == "error"):
+                found += parse_events(answer.text) if answer.text else []  # type: ignore[arg-type]
+                if found[-1].get("code") != "events_not_kept":
+                    assert [e["sequence_number"] for e in found] == list(range(len(found))) and found[-1]["response"] == last
+
+    async with serving(fake, responses_store_bytes=60_000, max_queued_requests=20) as server:
+        await asyncio.gather(*(one(server) for _ in range(120)))
+        await server.idle()
+        context = server.app.state.api
+        await soon(lambda: not context.tasks)
+        store = context.responses
+        kept = list(store._kept.values())
+        assert kept and store.num_bytes == sum(s.size for s in kept) <= 60_000 and all(s.now is None and not s.gone for s in kept)
+        for s in kept:
+            assert s.recorder is None or s.recorder.ended and (s.recorder.events is None or s.recorder._left >= 0)
+            if s.key[1] in known:
+                assert json.loads(s.document()) == known[s.key[1]]
+        assert {r["status"] for r in known.values()} >= {"completed", "incomplete", "cancelled"}
 
 
 def test_what_a_recorder_takes_it_gives_back():

@@ -96,10 +96,11 @@ class BackgroundAnswer(Answer):
 async def in_background(generation: Generation, answer: BackgroundAnswer, stored: Stored) -> Response:
     """Begin it: the response as it is in the beginning, or its stream. Raises the ApiError of one that is not let in."""
     ctx, request = answer.ctx, generation.request
+    generation.line = Lifeline(_nothing, seconds_left(request))
     ticket = generation.ticket = await generation.admit()
     recorder = stored.recorder = Recorder(ctx.responses, stored, keep=bool(answer.body.stream))
-    recorder.write(answer.queued())
-    generation.line = Lifeline(_nothing, seconds_left(request))
+    begun = answer.queued()
+    recorder.write(begun)
     task = request.scope["state"]["beyond"] = asyncio.create_task(_make(generation, answer, recorder))
     ctx.tasks.add(task)
 
@@ -111,7 +112,7 @@ async def in_background(generation: Generation, answer: BackgroundAnswer, stored
 
     task.add_done_callback(over)
     if answer.body.stream:
-        return StreamedAnswer(Following(ctx, request, recorder, 0))
+        return StreamedAnswer(Following(ctx, request, recorder, begun.count(b"\n\n"), begun))
     return Response(stored.document(), media_type="application/json")
 
 
@@ -137,13 +138,16 @@ async def _make(generation: Generation, answer: BackgroundAnswer, recorder: Reco
 class Following(Generation):
     """The events of a recorder from one on, and those to come, for one reader."""
 
-    def __init__(self, ctx: ApiContext, request: Request, recorder: Recorder, begin: int):
+    def __init__(self, ctx: ApiContext, request: Request, recorder: Recorder, begin: int, before: bytes = b""):
+        """`before`: those before `begin`, for whoever must have them, kept or not: they have the response's id."""
         super().__init__(ctx, request, Followed(ctx, None, ""))
-        self.recorder, self.next = recorder, begin
+        self.recorder, self.next, self.before = recorder, begin, before
 
     async def run(self, stream: EventStream | None) -> None:
         assert stream is not None
         recorder = self.recorder
+        if self.before:
+            await stream.write(self.before)
         while (events := recorder.events) is not None:
             if part := events[self.next : self.next + PART]:
                 self.next += len(part)

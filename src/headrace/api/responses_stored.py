@@ -112,6 +112,8 @@ async def retrieve(ctx: ApiContext, request: Request) -> Response:
     stream, after = query.get("stream", "false").lower(), query.get("starting_after")
     if stream not in ("true", "1", "false", "0"):
         raise invalid("stream", "allowed are true, false.")
+    if query.get("include_obfuscation", "false").lower() not in ("false", "0"):
+        raise unsupported("include_obfuscation", "not supported by this server (only false)")
     if stream in ("true", "1"):
         if after is not None and not (after.isascii() and after.isdecimal() and len(after) <= 9):
             raise invalid("starting_after", "the sequence_number of an event, an integer from 0 on.")
