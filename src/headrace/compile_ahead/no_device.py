@@ -79,6 +79,7 @@ def install(
     replace_everywhere(launch.num_multiprocessors, lambda device: multiprocessors)
     replace_everywhere(launch.on_gpu, lambda tensor: True)
     replace_everywhere(epilogues.runs_triton, lambda tensor: True)
+    launch._KNOWN = False  # what is only compiled cannot be launched again
     run_kernel = triton.JITFunction.run
 
     def run(self, *args, grid, warmup, **kwargs):
@@ -100,7 +101,6 @@ def note_launches() -> tuple[list[Launch], Callable[..., Any]]:
         self.device_caches[device][0][key] = _Noted()
         return self.device_caches[device][0][key]
 
-    launch._KNOWN = False  # what is not compiled cannot be launched again
     triton.JITFunction._do_compile = note
     return noted, original
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -298,12 +299,12 @@ def decode_attention(
     num_splits programs share a sequence's context.
     """
     slabs, rows, _ = qkv.shape
+    told: dict[str, Any] = {  # each of the kernels, and the reference
+        "block_tables": block_tables, "seq_slots": seq_slots, "seq_lens": seq_lens, "slot_mapping": slot_mapping, "cos": cos,
+        "sin": sin, "q_norm": q_norm, "k_norm": k_norm, "heads": heads, "window": window,
+    }  # fmt: skip
     if not runs_triton(qkv):
-        keep(out, decode_attention_reference(
-            qkv.sum(0), kv, layer, block_tables=block_tables, seq_slots=seq_slots, seq_lens=seq_lens,
-            slot_mapping=slot_mapping, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, heads=heads, window=window,
-            sinks=sinks,
-        ), sizes)  # fmt: skip
+        keep(out, decode_attention_reference(qkv.sum(0), kv, layer, **told, sinks=sinks), sizes)
         return
     k, v, kind = kv.k[layer], kv.v[layer], fp8_kind(out, kv.scales[layer][0])
     if isinstance(tile, RingAttention):
@@ -311,18 +312,12 @@ def decode_attention(
         from headrace.fast_decode.attention_ring_fp8 import ring_attention_fp8
 
         attend = partial(ring_attention_fp8, scales=kv.scales[layer]) if kind else ring_attention
-        attend(
-            qkv, out, k, v, block_tables=block_tables, seq_slots=seq_slots, seq_lens=seq_lens, slot_mapping=slot_mapping,
-            cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, heads=heads, window=window, num_splits=num_splits, tile=tile,
-            space=space, sizes=sizes,
-        )  # fmt: skip
+        attend(qkv, out, k, v, **told, num_splits=num_splits, tile=tile, space=space, sizes=sizes)
         return
     if tile.few and takes_few(heads, 2 * cos.shape[1], num_splits):
         few_attention(
-            qkv, out, k, v, kv.scales[layer], block_tables=block_tables, seq_slots=seq_slots, seq_lens=seq_lens,
-            slot_mapping=slot_mapping, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm, heads=heads, window=window,
-            num_splits=num_splits, block_n=tile.block_n, num_warps=tile.num_warps, min_tiles=tile.min_tiles, space=space,
-            sinks=sinks, at_once=tile.at_once,
+            qkv, out, k, v, kv.scales[layer], **told, num_splits=num_splits, block_n=tile.block_n, num_warps=tile.num_warps,
+            min_tiles=tile.min_tiles, space=space, sinks=sinks, at_once=tile.at_once,
         )  # fmt: skip
         return
     if kind:
