@@ -448,6 +448,12 @@ async def test_by_the_sdk():
             seen.append(event)
         assert [e.sequence_number for e in seen] == list(range(len(seen))) and seen[-1].type == "response.completed"
         assert "".join(e.delta for e in seen if e.type == "response.output_text.delta") == seen[-1].response.output_text == "word " * 40
+        taken_up: list[int] = []
+        async with client.responses.stream(response_id=first, starting_after=5) as events_from_there:
+            async for event in events_from_there:
+                taken_up.append(event.sequence_number)
+            assert (await events_from_there.get_final_response()).output_text == "word " * 40
+        assert taken_up == [e.sequence_number for e in seen[6:]]
         running = await client.responses.create(model=MODEL, input="hi", background=True)
         ends = [await client.responses.cancel(running.id) for _ in range(2)]
         assert [e.status for e in ends] == ["cancelled"] * 2

@@ -141,6 +141,8 @@ def test_a_process_dies_alone_and_another_takes_its_place(model, tmp_path):
         one, two = both_ready(server)
         wanted = Stream(server, one)
         wanted.join(60)
+        kept = server.http.post("/v1/responses", json={"model": "tiny", "input": "hi", "background": True})
+        assert kept.status_code == 400 and kept.json()["error"]["param"] == "background" and "--api-processes" in kept.text
         before = counters(server)
         with server.braked():
             doomed, other = Stream(server, one, n=3, max_tokens=ENDLESS).begun(), Stream(server, two).begun()
