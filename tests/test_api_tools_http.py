@@ -175,7 +175,7 @@ def test_required_and_named_calls_of_a_model_whose_format_is_unknown():
 
 def test_constraints_reach_the_engine():
     schema = {"type": "object"}
-    api = make("{}")
+    api = make("{}", reasoning_parser=None)
     api.engine.supports_structured = True
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     tag = {"structures": [{"begin": "<a>", "schema": schema, "end": "</a>"}], "triggers": ["<a"]}

@@ -86,11 +86,12 @@ async def _render(ctx: ApiContext, request: Request, body: MessagesRequest) -> R
     continued = chat[-1]["role"] == "assistant" and "tool_calls" not in chat[-1]
     if continued:  # a model reads no white space that its words do not begin with
         chat[-1]["content"] = chat[-1]["content"].rstrip()
+    kwargs = thinking_kwargs(body)
     ids, end = await prompt_of(
-        ctx, chat, policy.tools, thinking_kwargs(body), truncated=True, add_generation_prompt=not continued,
+        ctx, chat, policy.tools, kwargs, truncated=True, add_generation_prompt=not continued,
         continue_final_message=continued,
     )  # fmt: skip
-    return Rendered(ids, end, policy, spec)
+    return Rendered(ids, end, policy, spec if continued else policy.behind_reasoning(spec, end, kwargs))
 
 
 class MessagesAnswer(Answer):

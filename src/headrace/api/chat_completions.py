@@ -48,13 +48,16 @@ async def chat_completions(ctx: ApiContext, request: Request) -> Response:
         raise unsupported("echo", "not supported for chat; continue_final_message continues the last message")
     policy = ToolPolicy(ctx, tools.functions, choice, body.parallel_tool_calls)
     spec = policy.joined(spec_of(body.response_format, body.structured_outputs))
-    params = constrain(ctx, _parameters(ctx, body), spec)
+    params = _parameters(ctx, body)
     beams = beam_params(ctx, body)
     check_fan_out(ctx, params.n, params)
     kwargs = thinking_kwargs(body) | (body.chat_template_kwargs or {})
     special, cut = bool(body.add_special_tokens), body.truncate_prompt_tokens is not None
     history = with_functions(body.messages, tools)
-    rendered, end = await prompt_of(ctx, history, policy.tools, kwargs, special=special, truncated=cut, **prompt_end(body))
+    ending = prompt_end(body)
+    rendered, end = await prompt_of(ctx, history, policy.tools, kwargs, special=special, truncated=cut, **ending)
+    spec = spec if ending["continue_final_message"] else policy.behind_reasoning(spec, end, kwargs)
+    params = constrain(ctx, params, spec)
     limit = "max_tokens" if body.max_completion_tokens != params.max_tokens else "max_completion_tokens"
     ids, params = await ctx.check_prompt(rendered, params, field="messages", side=body.truncation_side, limit=limit)
     answer = ChatAnswer(ctx, body, model, tools, policy, ids, end, policy.with_special_tokens(params))

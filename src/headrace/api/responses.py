@@ -101,12 +101,13 @@ async def _asked(
     check_tools(tools.functions, choice)
     policy = ToolPolicy(ctx, tools.functions, choice, body.parallel_tool_calls)
     spec = policy.joined(structure(body.text))
-    params = constrain(ctx, _parameters(ctx, body), spec)
+    params = _parameters(ctx, body)
     check_fan_out(ctx, 1, params)
     effort = body.reasoning.effort if body.reasoning is not None else None
     kwargs = effort_kwargs(effort) | (body.chat_template_kwargs or {})
     ids, end = await prompt_of(ctx, conversation, policy.tools, kwargs, truncated=truncated)
-    return Asked(previous, tools, policy, spec, params, ids, end)
+    spec = policy.behind_reasoning(spec, end, kwargs)
+    return Asked(previous, tools, policy, spec, constrain(ctx, params, spec), ids, end)
 
 
 async def _kept(

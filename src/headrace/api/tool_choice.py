@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -13,6 +14,7 @@ from headrace.api.errors import allowed_only, bad_request, invalid, unsupported
 from headrace.api.structured import Structure
 from headrace.conversation.answer import AnswerParser, special_id
 from headrace.conversation.events import CallArguments, CallBegin, Event, Text
+from headrace.conversation.reasoned_grammar import answer_alone, behind_reasoning
 from headrace.conversation.tagged_grammar import NotStrict
 from headrace.conversation.tool_formats import JsonListParser, NamedCallParser
 from headrace.conversation.tool_grammar import FREE_FORMATS, JSON_FORMATS, Tool, calls_or_answer, forced_calls, free_calls
@@ -71,6 +73,7 @@ class ToolPolicy:
         self.only_bound = bound and not self.forced and not strict
         self.strict = (strict and not self.forced) or self.only_bound
         self.or_answer = False  # the output is calls or an answer in the request's format, both by one grammar
+        self.reasons = False  # before that, or before an answer in a format, the model may reason
         if self.tools and not self.forced and form is None:
             raise unsupported("tools", "the way in which this model writes tool calls is not known (see --tool-parser)")
 
@@ -125,6 +128,19 @@ class ToolPolicy:
             raise bad_request(f"{other.field} cannot be had together with {own.field}.", other.field, "invalid_value")
         return other
 
+    def behind_reasoning(self, spec: Structure | None, prompt_end: str, kwargs: Mapping[str, Any]) -> Structure | None:
+        """A constraint of joined() for a format of the answer, where the model may reason before that: not if the switches of
+        its template, `kwargs`, are off."""
+        kind, off = self.ctx.answer_format.reasoning, False in (kwargs.get("enable_thinking"), kwargs.get("thinking"))
+        if spec is None or kind is None or off or self.forced or spec.field == "structured_outputs":
+            return spec
+        schema = _of_answer(spec)
+        plain = spec.value if self.or_answer else None if schema is None else answer_alone(schema)
+        if plain is None or (lark := behind_reasoning(plain, kind, prompt_end, self._special)) == plain:
+            return spec
+        self.reasons = True
+        return Structure("grammar", lark, spec.field, spec.answer or spec.field)
+
     def _held(self) -> list[Tool]:
         """The tools as a grammar holds calls to them."""
         return [t if t.function.strict else _of_any_arguments(t) for t in self.tools]
@@ -148,7 +164,7 @@ class ToolPolicy:
 
     def reader(self, prompt_end: str, *, structured: bool = False) -> AnswerReader:
         """`structured`: the output is constrained from its first token on, so it does not begin with reasoning (but for
-        strict tools where any text may stand beside them)."""
+        strict tools where any text may stand beside them, and where `behind_reasoning` lets it)."""
         form = self.ctx.answer_format
         if self.forced and form.tools in JSON_FORMATS:
             return AnswerReader(self, form.parser(prompt_end, reasoning=False, constrained=True))
@@ -156,7 +172,7 @@ class ToolPolicy:
             return AnswerReader(self, AnswerParser(None, NamedCallParser(self.named)))
         if self.forced:
             return AnswerReader(self, AnswerParser(None, JsonListParser()))
-        plain = (structured and (self.or_answer or not self.strict)) or form.reasoning is None
+        plain = (structured and not self.reasons and (self.or_answer or not self.strict)) or form.reasoning is None
         if plain and not self.tools:
             return AnswerReader(self, None)
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}

@@ -1,0 +1,126 @@
+"""An answer in a format may have reasoning before it, which the format does not hold: by each kind of reasoning, and in each API."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fake_engine import TEMPLATE, FakeEngine
+from headrace.conversation.answer import AnswerFormat
+from headrace.conversation.events import Reasoning, Text
+from headrace.conversation.reasoned_grammar import answer_alone, behind_reasoning
+from headrace.conversation.reasoning import REASONING_FORMATS
+from headrace.conversation.tool_grammar import calls_or_answer
+from server_driver import Api
+from structured_driver import compiled, encode, takes
+from test_structured_tools import BODY_TOOLS, FORMAT, HI, TOOLS, WRITTEN
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+ANSWER, THOUGHT = '{"n": 3}', 'Let me see.\n{"n": no} < é 漢'
+BLOCKS = [(kind, block[0][0], block[1][-1]) for kind, form in REASONING_FORMATS.items() for block in form.blocks if kind != "openai_gptoss"]
+
+
+def read(kind: str, prompt: str, text: str) -> tuple[str, str]:
+    parser = AnswerFormat(kind, None).parser(prompt, tools=False)
+    events = parser.push(text) + parser.finish()
+    return "".join(e.text for e in events if isinstance(e, Reasoning)), "".join(e.text for e in events if isinstance(e, Text))
+
+
+@pytest.mark.parametrize(("kind", "opening", "closing"), BLOCKS)
+def test_reasoning_comes_before_the_answer(kind, opening, closing):
+    implied = REASONING_FORMATS[kind].implied
+    matcher = compiled(grammar=behind_reasoning(answer_alone(SCHEMA), kind, "<user>hi<assistant>", json.dumps))
+    for space in ("", "\n\n"):
+        whole = f"{opening}{THOUGHT}{closing}{space}{ANSWER}"
+        assert takes(matcher, whole) and takes(matcher, whole.removeprefix(opening)) == implied
+        assert read(kind, "", whole) == (THOUGHT, ANSWER)
+    assert takes(matcher, ANSWER) != implied
+    wrong = (f"{opening}{THOUGHT}{closing}\nhello", f"{opening}{THOUGHT}{ANSWER}", f"{ANSWER}x", f"{opening}{THOUGHT}{closing}\n" + '{"n": "x"}')
+    assert [w for w in wrong if takes(matcher, w)] == []
+
+
+@pytest.mark.parametrize(("kind", "opening", "closing"), BLOCKS)
+def test_the_prompt_may_have_opened_or_closed_it(kind, opening, closing):
+    matcher = compiled(grammar=behind_reasoning(answer_alone(SCHEMA), kind, f"<assistant>{opening}\n", json.dumps))
+    assert takes(matcher, f"{THOUGHT}{closing}\n\n{ANSWER}") and not takes(matcher, ANSWER)
+    assert read(kind, f"<assistant>{opening}\n", f"{THOUGHT}{closing}\n\n{ANSWER}") == (THOUGHT, ANSWER)
+    plain = answer_alone(SCHEMA)
+    assert behind_reasoning(plain, kind, f"<assistant>{opening}\n\n{closing}\n\n", json.dumps) == plain
+
+
+def test_markers_that_are_tokens():
+    tokens = {"<think>": 3, "</think>": 4}
+    for prompt, head in (("hi", [3]), ("<think>\n", []), ("<think>", [3])):
+        lark = behind_reasoning(answer_alone(SCHEMA), "qwen3", prompt, lambda marker: f"<[{tokens[marker]}]>")
+        matcher = compiled(grammar=lark)
+        assert matcher.accept([*head, *encode(THOUGHT), 4, *encode("\n\n" + ANSWER)]) and matcher.complete
+        assert not compiled(grammar=lark).accept([*head, *encode(THOUGHT), 4, *encode("hello")])
+
+
+def test_harmony_answers_in_its_final_message():
+    tokens = {"<|channel|>": 3, "<|message|>": 4, "<|end|>": 5, "<|start|>": 6, "<|constrain|>": 7}
+    special = lambda marker: f"<[{tokens[marker]}]>" if marker in tokens else json.dumps(marker)  # noqa: E731
+
+    def ids_of(text: str) -> list[int]:
+        for marker, token in tokens.items():
+            head, found, tail = text.partition(marker)
+            if found:
+                return [*ids_of(head), token, *ids_of(tail)]
+        return encode(text)
+
+    thought = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant"
+    final = f"<|channel|>final<|message|>{ANSWER}"
+    lark = calls_or_answer("openai", TOOLS, True, special, SCHEMA)
+    matcher = compiled(grammar=behind_reasoning(lark, "openai_gptoss", "<|start|>assistant", special))
+    for text in (final, thought + final, thought + thought + final.replace("<|message|>", " <|constrain|>json<|message|>"), WRITTEN["openai"], thought + WRITTEN["openai"]):
+        copy = matcher.fork()
+        assert copy.accept(ids_of(text)) and copy.complete, text
+    for text in (ANSWER, final.replace("3", '"x"'), thought, final + thought):
+        copy = matcher.fork()
+        assert not (copy.accept(ids_of(text)) and copy.complete), text
+    assert read("openai_gptoss", "<|start|>assistant", thought + final) == (THOUGHT, ANSWER)
+    assert behind_reasoning(lark, "openai_gptoss", "<|start|>assistant", json.dumps) == lark  # its markers are no tokens
+
+
+def api_of(said: str, template: str = TEMPLATE + "{# <tool_call> </think> #}") -> Api:
+    engine = FakeEngine(script=lambda ids, params: said, supports_structured=True)
+    engine.tokenizer.chat_templates = {"default": template}
+    return Api(engine)
+
+
+@pytest.mark.parametrize("tools", [[], BODY_TOOLS])
+def test_in_each_api(tools):
+    form = {"type": "json_schema", "name": "x", "schema": FORMAT["json_schema"]["schema"]}
+    api = api_of('<think>hm</think>\n\n{"name": "Rome"}')
+    message = api.ok("/v1/chat/completions", {"messages": HI, "tools": tools, "response_format": FORMAT})["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("hm", '{"name": "Rome"}')
+    matcher = compiled(grammar=api.engine.params[-1].structured_outputs.grammar)
+    assert takes(matcher, '<think>hm</think>\n\n{"name": "Rome"}') and takes(matcher, '{"name": "Rome"}') and not takes(matcher, "hm")
+    assert takes(matcher, f"<think>hm</think>\n\n{WRITTEN['hermes']}") == bool(tools)
+    flat = [{"type": "function", **tool["function"]} for tool in tools]
+    items = api.ok("/v1/responses", {"input": "hi", "tools": flat, "text": {"format": form}})["output"]
+    assert [item["type"] for item in items] == ["reasoning", "message"] and items[1]["content"][0]["text"] == '{"name": "Rome"}'
+    asked = {"messages": HI, "max_tokens": 99, "thinking": {"type": "adaptive"}, "output_config": {"format": {k: form[k] for k in ("type", "schema")}}}
+    blocks = api.ok("/v1/messages", asked)["content"]
+    assert [(block["type"], block.get("thinking", block.get("text"))) for block in blocks] == [("thinking", "hm"), ("text", '{"name": "Rome"}')]
+
+
+def test_where_the_output_obeys_from_its_first_token():
+    api = api_of('{"name": "Rome"}')
+    schema = FORMAT["json_schema"]["schema"]
+    begun = [*HI, {"role": "assistant", "content": '{"na'}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": HI, "structured_outputs": {"json": schema}}),
+        ("/v1/chat/completions", {"messages": begun, "response_format": FORMAT, "continue_final_message": True}),
+        ("/v1/messages", {"messages": begun, "max_tokens": 9, "thinking": {"type": "adaptive"}, "output_config": {"format": {"type": "json_schema", "schema": schema}}}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 9, "output_config": {"format": {"type": "json_schema", "schema": schema}}}),
+        ("/v1/chat/completions", {"messages": HI, "response_format": FORMAT, "reasoning_effort": "none"}),
+        ("/v1/chat/completions", {"messages": HI, "response_format": FORMAT, "chat_template_kwargs": {"enable_thinking": False}}),
+        ("/api/chat", {"messages": HI, "format": schema, "stream": False}),
+    ):
+        api.ok(path, body)
+        assert api.engine.params[-1].structured_outputs.kind == "json", path
+    closed = api_of('{"name": "Rome"}', TEMPLATE + "{# </think> #}<think>\n\n</think>\n\n")
+    closed.ok("/v1/chat/completions", {"messages": HI, "response_format": FORMAT})
+    assert closed.engine.params[-1].structured_outputs.kind == "json"
