@@ -162,8 +162,8 @@ def make_decoder(
 
 def choose_dtype(wanted: str, model: ModelConfig, device: torch.device, narrow: bool = False) -> torch.dtype:
     """Torch's: on a CPU auto is float32, exact and the same tokens on every machine; on a GPU the checkpoint's 16 bits. A file
-    of `narrow` weights says float16 by custom, whatever its model was trained in, and runs in bfloat16, as fast paths do. Raises
-    ParameterError for what the card does not have."""
+    of `narrow` weights says float16 by custom, whatever its model was trained in, and runs in bfloat16, as fast paths do.
+    Raises ParameterError for what the card does not have."""
     if wanted == "auto" and device.type == "cpu":
         return torch.float32
     name = wanted if wanted != "auto" else ("float16" if model.dtype == "float16" and not narrow else "bfloat16")
