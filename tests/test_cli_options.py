@@ -313,6 +313,16 @@ def test_an_empty_key_is_not_no_key(monkeypatch, bad):
     assert keys() == ("fine",) and keys(None, "good") == ("good", "fine")
 
 
+def test_a_server_that_stands_for_vllm_says_that_its_key_is_not_asked_for(monkeypatch, caplog):
+    """Its deployments set a variable that nobody reads here: it would run open without a word."""
+    monkeypatch.delenv("HEADRACE_API_KEY", raising=False)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert keys(None, "good") == ("good",) and not caplog.messages
+    assert keys() == ()
+    [line] = caplog.messages
+    assert line.startswith("VLLM_API_KEY is set, and not read here") and "secret" not in line
+
+
 def test_a_client_takes_its_key_from_the_option_or_the_environment(monkeypatch):
     monkeypatch.setenv("HEADRACE_API_KEY", "fine")
     assert client_key(argparse.Namespace(api_key=None)) == "fine" and client_key(argparse.Namespace(api_key="mine")) == "mine"

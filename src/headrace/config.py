@@ -238,9 +238,9 @@ def is_api_key(key: str) -> bool:
     return bool(key) and all(c.isprintable() and not c.isspace() for c in key)
 
 
-def api_key_from_environment() -> str | None:
-    """HEADRACE_API_KEY as it is set, even to nothing: a key that the server asks its clients for. None: it is not set."""
-    return os.environ.get("HEADRACE_API_KEY")
+def api_key_from_environment(name: str = "HEADRACE_API_KEY") -> str | None:
+    """The variable as it is set, even to nothing: a key that the server asks its clients for. None: it is not set."""
+    return os.environ.get(name)
 
 
 def option_variables() -> dict[str, str]:

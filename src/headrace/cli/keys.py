@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 
 from headrace.config import KEY_FORM, api_key_from_environment, is_api_key
 from headrace.errors import ParameterError
 from headrace.files import read_text
 
-ENVIRONMENT = "HEADRACE_API_KEY"
+logger = logging.getLogger("headrace.server")
+ENVIRONMENT, FOREIGN = "HEADRACE_API_KEY", "VLLM_API_KEY"  # what vLLM's server reads
 
 
 def server_keys(args: argparse.Namespace) -> tuple[str, ...]:
@@ -19,6 +21,8 @@ def server_keys(args: argparse.Namespace) -> tuple[str, ...]:
         keys += _keys_of_file("--api-key-file", args.api_key_file)
     if (found := api_key_from_environment()) is not None:
         keys.append(_checked(ENVIRONMENT, found))
+    if not keys and api_key_from_environment(FOREIGN) is not None:
+        logger.warning("%s is set, and not read here: this server asks nobody for a key (%s gives one)", FOREIGN, ENVIRONMENT)
     return tuple(keys)
 
 
