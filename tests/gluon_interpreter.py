@@ -49,6 +49,10 @@ class Value:
     def _with(self, other: Any, op: Callable[[Any, Any], Any]) -> Any:
         return NotImplemented if isinstance(other, Pointer) else Value(op(self.value, _raw(other)))
 
+    @property
+    def type(self) -> SimpleNamespace:
+        return SimpleNamespace(layout=None)
+
     def __getitem__(self, index: Any) -> Value:
         return Value(self.value[index])
 
@@ -90,9 +94,11 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.memory, self.at + torch.as_tensor(_raw(more)).long())
 
-    def to(self, dtype: torch.dtype, bitcast: bool) -> Pointer:
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Pointer:
+        if not bitcast:  # an address
+            return self
         bytes_at = torch.as_tensor(self.at) * self.memory.itemsize
-        assert bitcast and not (bytes_at % dtype.itemsize).any(), "a load of several numbers that is not aligned"
+        assert not (bytes_at % dtype.itemsize).any(), "a load of several numbers that is not aligned"
         return Pointer(self.memory.view(dtype), bytes_at // dtype.itemsize)
 
 
@@ -166,6 +172,10 @@ def _operand(a: Any) -> Tensor:
 
 def _inline(text: str, constraints: str, args: tuple[Value, ...], dtype: Any, pure: bool, pack: int) -> Any:
     assert pack == 1
+    text = getattr(text, "value", text)
+    if text.startswith("ld.global"):
+        pointer = args[0].to(torch.int32, bitcast=True)
+        return tuple(_load(pointer + i) for i in range(len(dtype)))
     words = [np.ascontiguousarray(x.value.numpy()).view(np.uint32) for x in args]
     kinds = dtype if isinstance(dtype, tuple) else (dtype,)
     found = ptx_interpreter.run(text, words, len(kinds))
@@ -260,7 +270,7 @@ def run(
         "gluon": SimpleNamespace(jit=_jit), "gl": _language(program), "fence_async_shared": nothing, "TensorDescriptor": None,
         "mbarrier": SimpleNamespace(init=nothing, expect=nothing, wait=nothing, MBarrierLayout=nothing),
         "tma": SimpleNamespace(async_copy_global_to_shared=_copy), "warpgroup_mma": _product,
-        "warpgroup_mma_wait": lambda pending, deps: deps,
+        "warpgroup_mma_wait": lambda pending, deps: deps if len(deps) > 1 else deps[0],
     }  # fmt: skip
     for file in (*beside, path):
         source = re.sub(r"^from triton[^(\n]*(\([^)]*\))?.*\n", "", Path(file).read_text(), flags=re.M)

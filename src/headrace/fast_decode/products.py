@@ -5,7 +5,7 @@
     RingTile   the same on Hopper, weights by the copy engine ring_gemm.py
     WideTile   tensor cores and copy engine, up to 256 rows  wide_gemm.py
     WarpTile   tensor cores, narrow weights, few rows        warp_gemm.py
-    DigitTile  the same on Hopper, one row, 4 bits, weights by the copy engine  digit_gemm.py
+    DigitTile  the same on Hopper, 4 bits, weights by the copy engine: one row  digit_gemm.py, 2 to 8  nibble_gemm.py
     RoundedTile FP8 tensor cores, weights and rows in FP8, 2 to 64 rows  rounded_gemm.py
 
 With narrow weights GemmTile and WideTile are of narrow_gemm.py. Activations in FP8, [M, K] or as pairs [2, M, K], have
@@ -74,10 +74,10 @@ def _rounded_plan(*arguments: Any, **more: Any) -> Plan:
     return plan(*arguments, **more)
 
 
-def _digit_plan(*arguments: Any) -> Plan:
-    from headrace.fast_decode.digit_gemm import plan
+def _digit_plan(tile: DigitTile, x: Tensor, *more: Any) -> Plan:
+    from headrace.fast_decode import digit_gemm, nibble_gemm
 
-    return plan(*arguments)
+    return (digit_gemm if len(x) == 1 else nibble_gemm).plan(tile, x, *more)
 
 
 PLAN: dict[type, Callable[..., Plan]] = {
@@ -115,7 +115,7 @@ def _launch(
     if sizes is not None:
         more |= {"sizes": sizes, "out_sizes": out_sizes}
     kernel, grid, own = plan(tile, x, weight, columns, sumsq, **more)
-    if not isinstance(tile, GemvTile | DigitTile):  # of one row, whose sums are in one piece
+    if not isinstance(tile, GemvTile | DigitTile):  # of one row, or whose sums are in one piece
         own |= {
             "M": rows, "K": width, "SPLITS": tile.splits,
             "sumsq_out_tiles": 0 if sumsq_out is None else sumsq_out.shape[1], "num_stages": tile.num_stages,
