@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -32,6 +33,7 @@ from headrace.kernels.rounded import put
 from headrace.kernels.split import SplitSpace
 
 TILE, HEADS_AT_ONCE = KEYS, 8  # keys of a step; query heads of a key-value head at most
+LEAST = 2  # tiles of a program, where a sequence has so many: another part takes longer than another tile
 
 
 @gluon.jit
@@ -202,7 +204,8 @@ def _ring_attention_kernel(
     sin_ptr, out_ptr, sizes_ptr, partials_ptr, lse_ptr, tickets_ptr,
     sizes_stride, second, slab_stride, table_stride, num_splits, window, scale, softcap, eps, norm_offset,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr,
-    SLABS: gl.constexpr, CHUNK: gl.constexpr, RING: gl.constexpr, MERGE: gl.constexpr, QK_NORM: gl.constexpr,
+    SLABS: gl.constexpr, CHUNK: gl.constexpr, RING: gl.constexpr, LEAST: gl.constexpr, MERGE: gl.constexpr,
+    QK_NORM: gl.constexpr,
     HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PAIR: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = HEADS // KV_HEADS
@@ -221,16 +224,19 @@ def _ring_attention_kernel(
     p_kept = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, ROWS, TILE], kept)
     k_full, v_full = full_barriers(RING)
     pos, oldest, begin, tiles, share = share_of(lens_ptr, b, num_splits, window, TILE, HAS_WINDOW)
+    share = gl.maximum(share, LEAST)
     first = begin + split * share
     rg = gl.arange(0, ROWS, layout=gl.SliceLayout(1, prep))
     rd = gl.arange(0, DIM, layout=gl.SliceLayout(0, prep))
     g_ok = (rg < GROUP)[:, None] & (rd >= 0)[None, :]
     out = out_ptr + (b * HEADS + head * GROUP) * DIM
-    if (pos < 0) | (first * TILE > pos):  # nothing to read
+    if (pos >= 0) & (first * TILE > pos):  # nothing to read: its place is another's at once
+        return
+    if pos < 0:
         if PDL:
             grid_dependency("wait")
             grid_dependency("launch_dependents")
-        if (pos < 0) & (split == 0):
+        if split == 0:
             of_rows = places_of_sizes(sizes_ptr, sizes_stride, b, head * GROUP + rg, out_ptr)
             zeros = gl.full([ROWS, DIM], 0.0, gl.float32, prep)
             put(out + rg[:, None] * DIM + rd[None, :], zeros, g_ok, of_rows, rg < GROUP, second, 1, PAIR)
@@ -281,22 +287,27 @@ def _ring_attention_kernel(
         l += gl.where(r == 0, 1.0, 0.0)[:, None]
         acc += v_own[:, None]
     zeros = gl.full([TILE, ROWS], 0.0, gl.float32, sums)
+    end = gl.minimum(pos, (first + count) * TILE)
     for c0 in range(0, count, CHUNK):
+        made = ()  # all asked for at once, waited for once
+        for j in gl.static_range(CHUNK):
+            n = gl.minimum(c0 + j, count - 1)  # past the last tile that one again, with weights of 0
+            mbarrier.wait(k_full.index(n % RING), n // RING & 1)
+            product = warpgroup_mma(k_ring.index(n % RING), q_kept.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            made = made + (product,)
+        made = warpgroup_mma_wait(0, deps=made)
+        if CHUNK == 1:
+            made = (made,)
         scores = ()
         for j in gl.static_range(CHUNK):
-            n = c0 + j
-            s = gl.full([TILE, ROWS], -float("inf"), gl.float32, sums)
-            if n < count:
-                mbarrier.wait(k_full.index(n % RING), n // RING & 1)
-                s = warpgroup_mma(k_ring.index(n % RING), q_kept.permute((1, 0)), zeros, use_acc=False) * scale
-                if HAS_SOFTCAP:
-                    s = soft_cap(s, softcap)
-                at = (first + n) * TILE + r
-                seen = at < pos
-                if HAS_WINDOW:
-                    seen = seen & (at >= oldest)
-                s = gl.where(seen[:, None], s * LOG2E, -float("inf"))
-            scores = scores + (s,)
+            s = made[j] * scale
+            if HAS_SOFTCAP:
+                s = soft_cap(s, softcap)
+            at = (first + c0 + j) * TILE + r
+            seen = at < end
+            if HAS_WINDOW:
+                seen = seen & (at >= oldest)
+            scores = scores + (gl.where(seen[:, None], s * LOG2E, -float("inf")),)
         most = scores[0]
         for j in gl.static_range(1, CHUNK):
             most = gl.maximum(most, scores[j])
@@ -314,17 +325,17 @@ def _ring_attention_kernel(
             for j in gl.static_range(CHUNK):  # all warps have read the keys: the maximum was of all
                 if c0 + j + RING < count:
                     ask_tile(k_tiles, k_ring, k_full, table, first, c0 + j + RING, count, head, DIM, TILE, RING)
+        if owner & (c0 + CHUNK >= count) & (count > RING):
+            mbarrier.wait(v_full.index(last), (count - 1) // RING & 1)
+            _clear_tail(v_ring.index(last), tail, parts, DIM, TILE)
         fence_async_shared()
         gl.thread_barrier()
         for j in gl.static_range(CHUNK):
-            n = c0 + j
-            if n < count:
-                mbarrier.wait(v_full.index(n % RING), n // RING & 1)
-                if owner & (n == count - 1) & (n >= RING):
-                    _clear_tail(v_ring.index(n % RING), tail, parts, DIM, TILE)
-                    fence_async_shared()
-                    gl.thread_barrier()
-                acc = warpgroup_mma(v_ring.index(n % RING).permute((1, 0)), p_kept.index(j).permute((1, 0)), acc)
+            n = gl.minimum(c0 + j, count - 1)
+            mbarrier.wait(v_full.index(n % RING), n // RING & 1)
+            of_weights = p_kept.index(j).permute((1, 0))
+            acc = warpgroup_mma(v_ring.index(n % RING).permute((1, 0)), of_weights, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
         if count > RING:
             gl.thread_barrier()
             for j in gl.static_range(CHUNK):
@@ -354,6 +365,6 @@ def ring_attention(
         sizes, space.partials, space.lse, space.tickets, 0 if sizes is None else sizes.stride(0), out.stride(0), qkv.stride(0),
         block_tables.stride(0), num_splits, window, heads.scale, heads.softcap, heads.norm_eps, heads.norm_offset,
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, TILE=TILE, ROWS=HEADS_AT_ONCE, SLABS=slabs, CHUNK=tile.chunk,
-        RING=tile.ring, MERGE=4, QK_NORM=q_norm is not None, HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0,
+        RING=tile.ring, LEAST=LEAST, MERGE=4, QK_NORM=q_norm is not None, HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0,
         PAIR=out.dim() == 3, num_warps=4, **pdl(qkv),
     )  # fmt: skip

@@ -32,7 +32,7 @@ from headrace.model.weight import Kind
 ROW_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # the default table has an entry for each
 WARP_ROWS = 8  # up to here each warp multiplies 4-bit numbers for itself: all that is in its tile of x
 ALL_ROWS = 32  # up to here a product takes all rows at once; above, tiles of both operands where the card has a copy engine
-SHORT_ROWS = 4  # up to here attention is short, a tile of its own
+SHORT_ROWS = 4  # up to here attention is short, a tile of its own, and keys and values by rings of two tiles
 EARLY_ROWS = 8  # up to here the kernel behind attention may start while it runs
 PRODUCTS = ("qkv", "o", "gate_up", "down", "lm_head")
 SMALL_BYTES, LARGE_BYTES = 96 * 1024, 224 * 1024  # of shared memory that a program has on every card, and on Hopper
@@ -155,7 +155,7 @@ def default_tiles(
     return StepTiles(
         **products, attention=attention_tile(config, rows, copy_engine), attention_programs=default_programs(rows),
         short_attention=None, few_attention=few_tile(config) if rows == 1 else None,
-        ring_attention=ring_attention_tile(config, rows) if copy_engine and not in_fp8 else None,
+        ring_attention=ring_attention_tile(config, rows, kinds[0]) if copy_engine and not in_fp8 else None,
     )  # fmt: skip
 
 
@@ -166,18 +166,21 @@ def few_tile(config: ModelConfig) -> AttentionTile | None:
     return AttentionTile(block_n=32, num_warps=2, early=True, few=4096)
 
 
-def ring_attention_tile(config: ModelConfig, rows: int) -> RingAttention | None:
-    """On an H200 steps of 8 and 32 rows of four models, whose heads are of 64, 128 and 256, are 3 to 11 % faster by it; of 64
-    rows those of Gemma-2-2B are, and of others some."""
+def ring_attention_tile(config: ModelConfig, rows: int, kind: Kind = "float") -> RingAttention | None:
+    """On an H200 steps of 8 and 32 rows of four models, whose heads are of 64, 128 and 256, are 3 to 11 % faster by it, of 2
+    and 4 rows 2 to 7 (behind 2,048 tokens 5 to 14); of 64 rows those of Gemma-2-2B are, and of others some. 2 and 4 rows with
+    narrow weights lose by it; with experts they have not been measured."""
     many = config.norm_place != "pre" and config.head_dim > 128
-    if not SHORT_ROWS < rows <= (RING_ROWS if many else ALL_ROWS):
+    least = 1 if kind == "float" and config.experts is None else SHORT_ROWS
+    if not least < rows <= (RING_ROWS if many else ALL_ROWS):
         return None
     few = rows <= 16
     if config.head_dim > 128:
         return RingAttention(1, 3, FILL) if few else RingAttention(1, 1, 2 * FILL if rows <= ALL_ROWS else 4 * FILL)
     if config.head_dim <= 64:
         return RingAttention(3, 6, FILL if few else 2 * FILL)
-    return RingAttention(2, 2, 2 * FILL) if few else RingAttention(3, 3, 2 * FILL)
+    short = rows <= SHORT_ROWS or (few and kind != "float")
+    return RingAttention(2, 2, 2 * FILL) if short else RingAttention(3, 3, 2 * FILL)
 
 
 def attention_tile(config: ModelConfig, rows: int, copy_engine: bool) -> AttentionTile:
