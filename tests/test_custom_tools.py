@@ -48,7 +48,7 @@ def put_together(chunks: list[dict]) -> dict:
                     add(calls[call["index"]], {k: v for k, v in call.items() if k != "index"})
             elif isinstance(value, dict):
                 add(whole.setdefault(key, {}), value)
-            elif isinstance(value, str) and key in ("content", "input", "arguments"):
+            elif isinstance(value, str) and key in ("content", "reasoning", "reasoning_content", "input", "arguments"):
                 whole[key] = whole.get(key, "") + value
             else:
                 assert key not in whole, key
