@@ -11,8 +11,9 @@
 # make mutation     changes one place of the source at a time: do the tests notice? (an hour on two cores)
 PYTHON ?= python3
 VENV   ?= .venv
-# The build of torch: on a machine with a GPU any recent one is kept (TORCH=torch takes the newest CUDA build).
-TORCH  ?= torch==2.13.0
+# The build of torch: on a machine with a GPU the one whose Triton all kernels are written for, but any recent one that is there
+# is kept (TORCH=torch takes the newest CUDA build).
+TORCH  ?= $(if $(wildcard /dev/nvidiactl),torch==2.11.0,torch==2.13.0)
 TRITON ?= triton==3.6.0
 BIN    := $(VENV)/bin
 
