@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fake_engine import TEMPLATE, FakeEngine
+from fake_engine import TEMPLATE, ByteTokenizer, FakeEngine
 from headrace.conversation.answer import AnswerFormat
 from headrace.conversation.events import Reasoning, Text
 from headrace.conversation.reasoned_grammar import answer_alone, behind_reasoning
@@ -56,6 +56,14 @@ def test_markers_that_are_tokens():
         matcher = compiled(grammar=lark)
         assert matcher.accept([*head, *encode(THOUGHT), 4, *encode("\n\n" + ANSWER)]) and matcher.complete
         assert not compiled(grammar=lark).accept([*head, *encode(THOUGHT), 4, *encode("hello")])
+
+
+def test_a_marker_that_is_a_token_and_a_word():
+    tokens = {"<|channel>": 3, "<channel|>": 4}
+    for prompt, head in (("<|turn>model\n", [3, *encode("thought\n")]), ("<|turn>model\n<|channel>thought\n", []), ("<|channel>thought", [3, *encode("thought")])):
+        lark = behind_reasoning(answer_alone(SCHEMA), "gemma4", prompt, lambda marker: f"<[{tokens[marker]}]>" if marker in tokens else json.dumps(marker))
+        matcher = compiled(grammar=lark)
+        assert matcher.accept([*head, *encode(THOUGHT), 4, *encode(ANSWER)]) and matcher.complete, prompt
 
 
 def test_harmony_answers_in_its_final_message():
@@ -124,3 +132,23 @@ def test_where_the_output_obeys_from_its_first_token():
     closed = api_of('{"name": "Rome"}', TEMPLATE + "{# </think> #}<think>\n\n</think>\n\n")
     closed.ok("/v1/chat/completions", {"messages": HI, "response_format": FORMAT})
     assert closed.engine.params[-1].structured_outputs.kind == "json"
+
+
+class HarmonyTokenizer(ByteTokenizer):
+    """The markers of gpt-oss are tokens of their own."""
+
+    marks = {f"<|{name}|>": 400 + i for i, name in enumerate(("channel", "message", "end", "start", "constrain"))}  # noqa: RUF012
+    special_ids = added_ids = ByteTokenizer.special_ids | frozenset(marks.values())
+
+    def encode(self, text, add_special_tokens=True):
+        return [self.marks[text]] if text in self.marks else super().encode(text, add_special_tokens)
+
+
+def test_gpt_oss_has_no_switch_and_answers_in_a_message():
+    api = api_of(f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{ANSWER}")
+    api.engine.tokenizer = HarmonyTokenizer(TEMPLATE + "{# <|channel|>analysis <|channel|>commentary #}")
+    form = {"type": "json_schema", "schema": SCHEMA}
+    api.ok("/v1/messages", {"messages": HI, "max_tokens": 9, "output_config": {"format": form}})
+    assert "analysis" in api.engine.params[-1].structured_outputs.grammar
+    answer = api.ok("/v1/chat/completions", {"messages": HI, "response_format": {"type": "json_object"}, "reasoning_effort": "none"})
+    assert "analysis" in api.engine.params[-1].structured_outputs.grammar and answer["choices"][0]["message"]["content"] == ANSWER

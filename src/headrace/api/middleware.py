@@ -104,7 +104,8 @@ class Gate:
             if admin:  # not one of those who are counted
                 return None
             scope["state"]["key"] = key = found
-        return None if self.ctx.config.max_concurrent_per_key is None or scope["method"] != "POST" else key
+        ends = scope["path"].endswith("/cancel")  # what is in progress, also where no more may be
+        return None if self.ctx.config.max_concurrent_per_key is None or scope["method"] != "POST" or ends else key
 
     def _open(self, path: str) -> bool:
         return path in OPEN_PATHS or (self.ctx.config.page and is_page(path))

@@ -50,8 +50,8 @@ class Recorder:
         if self.events is None:
             return
         events = [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
-        size = len(data) + EVENT_BYTES * len(events)
-        if size > self._left and not self._take(max(size, min(ROOM, self._store.max_bytes // 64))):
+        size, kept = len(data) + EVENT_BYTES * len(events), not self._stored.gone  # else its end is left, for who reads it
+        if kept and size > self._left and not self._take(max(size, min(ROOM, self._store.max_bytes // 64))):
             self._store.grow(self._stored, -self._held)
             self.events = None
         else:

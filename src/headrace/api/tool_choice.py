@@ -130,8 +130,9 @@ class ToolPolicy:
 
     def behind_reasoning(self, spec: Structure | None, prompt_end: str, kwargs: Mapping[str, Any]) -> Structure | None:
         """A constraint of joined() for a format of the answer, where the model may reason before that: not if the switches of
-        its template, `kwargs`, are off."""
-        kind, off = self.ctx.answer_format.reasoning, False in (kwargs.get("enable_thinking"), kwargs.get("thinking"))
+        its template, `kwargs`, are off. gpt-oss has none, and its answer is in a message in any case."""
+        kind = self.ctx.answer_format.reasoning
+        off = kind != "openai_gptoss" and False in (kwargs.get("enable_thinking"), kwargs.get("thinking"))
         if spec is None or kind is None or off or self.forced or spec.field == "structured_outputs":
             return spec
         schema = _of_answer(spec)

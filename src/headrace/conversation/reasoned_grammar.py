@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,9 @@ def _blocks(kind: str, body: str, prompt_end: str, special: Special) -> list[str
 
 
 def _either(markers: Sequence[str], special: Special) -> str:
-    return f"({' | '.join(map(special, markers))})"
+    """A marker may be a token and a word behind it."""
+    written = (" ".join(special(part) for part in re.split("(?<=>)", marker) if part) for marker in markers)
+    return f"({' | '.join(written)})"
 
 
 def _harmony(body: str, special: Special) -> list[str] | None:
