@@ -236,6 +236,17 @@ async def test_cancelling_one_that_runs(stream):
         assert (await server.client.post(PATH, json=body)).status_code == 200
 
 
+async def test_cancelling_one_for_which_there_is_no_room():
+    engine = FakeEngine()
+    async with serving(engine, responses_store_bytes=700) as server:
+        engine.gate.clear()
+        asked = asyncio.create_task(server.client.post(PATH, json={"model": MODEL, "input": "hi", "request_id": "it"}))
+        await soon(lambda: engine.active)
+        shown = (await server.client.post(f"{PATH}/resp_it/cancel")).json()
+        assert (shown["id"], shown["status"], shown["store"]) == ("resp_it", "cancelled", False)
+        assert (await asked).status_code == 409 and not server.app.state.api.responses.num_bytes
+
+
 async def test_by_the_sdk():
     engine = FakeEngine(script=lambda ids, params: "ok")
     async with serving(engine) as server, openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="k", max_retries=0) as client:

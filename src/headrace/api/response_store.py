@@ -39,7 +39,7 @@ class Stored:
     ):
         self.key, self.taken, self.previous = key, taken, previous
         self.now: Callable[[], dict[str, Any]] | None = now  # the response object, while it is running
-        self.cancel: Callable[[], None] | None = None  # ends it where it is
+        self.cancel: Callable[[], bytes] | None = None  # ends it where it is; what it then is
         self.resource = b""  # the same, when it has ended
         self.ids: tuple[str, ...] = ()  # of the items that came out
         self.recorder: Any = None  # of one that is made in the background: a responses_background.Recorder

@@ -142,11 +142,11 @@ def _no_room(answer: ResponsesAnswer, key: tuple[int, str], size: int) -> ApiErr
     return too_many(text, answer.ctx.limits.retry_after(), "store_full")
 
 
-def _cancel(generation: Generation, answer: ResponsesAnswer) -> None:
-    """For somebody else than its own client, who is told so: what is kept says that it was cancelled."""
+def _cancel(generation: Generation, answer: ResponsesAnswer) -> bytes:
+    """For somebody else than its own client, who is told so: what is kept, if there is room, says that it was cancelled."""
     answer.status = "cancelled"
-    answer.whole()
     generation.line.end(ApiError(409, "The response was cancelled.", code="cancelled"))
+    return answer.whole()
 
 
 def _tools(

@@ -137,11 +137,9 @@ async def delete(ctx: ApiContext, request: Request) -> Response:
 async def cancel(ctx: ApiContext, request: Request) -> Response:
     """POST /v1/responses/{id}/cancel: one that is running, whoever reads it. One of the background may have ended."""
     stored = _asked(ctx, request)
-    if stored.cancel is not None:
-        stored.cancel()
-    elif stored.recorder is None:
+    if stored.cancel is None and stored.recorder is None:
         raise invalid("id", "the response has ended: only one that is in progress can be cancelled.")
-    return Response(stored.document(), media_type="application/json")
+    return Response(stored.document() if stored.cancel is None else stored.cancel(), media_type="application/json")
 
 
 async def input_items(ctx: ApiContext, request: Request) -> Response:
