@@ -92,6 +92,18 @@ def test_ids_beyond_the_model_are_neither_stops_nor_bad_words():
     assert params.stop_token_ids == [EOS] and params.bad_word_ids == [list(b"ab"), list(b" ab")]
 
 
+def test_ends_that_are_every_token_there_is_are_refused():
+    """They failed as NaN logits, the server's own fault: rows without a token are no tokens either."""
+    tokenizer = ByteTokenizer()
+    inputs = InputProcessor(tokenizer, {}, (EOS,), VOCAB, 100)  # type: ignore[arg-type]
+    every = [int(i) for i in np.flatnonzero(tokenizer.valid_ids(VOCAB)) if i != EOS]
+    assert len(every) < VOCAB - 1
+    with pytest.raises(ParameterError, match="min_tokens"):
+        inputs.complete(SamplingParams(stop_token_ids=every, min_tokens=1), 3)
+    for params in (SamplingParams(stop_token_ids=every[1:], min_tokens=1), SamplingParams(stop_token_ids=every)):
+        assert inputs.complete(params, 3).eos_token_ids == [EOS]
+
+
 def test_a_sample_keeps_what_only_some_news_say():
     stream = SampleStream(None, SamplingParams())
     stream.push(EngineOutput("a", [1], num_cached_tokens=7))

@@ -133,6 +133,13 @@ def test_parameters_that_exclude_each_other():
     ):
         with pytest.raises(ParameterError, match="allowed_token_ids"):
             check_vocabulary(SamplingParams(**kwargs), 10)
+    most = {"stop_token_ids": list(range(8)), "eos_token_ids": [8], "min_tokens": 1}
+    for kwargs, field in ((most, "min_tokens"), ({"bad_word_ids": [[i] for i in range(9)]}, "bad_words")):
+        check_vocabulary(SamplingParams(**kwargs), 10)
+        for sizes in ((9,), (10, 9)):  # ten rows, of which nine are tokens
+            with pytest.raises(ParameterError, match=field):
+                check_vocabulary(SamplingParams(**kwargs), *sizes)
+    check_vocabulary(SamplingParams(**most | {"min_tokens": 0}), 9)
     check_vocabulary(SamplingParams(allowed_token_ids=[2], min_tokens=1, eos_token_ids=[2], ignore_eos=True), 10)
     check_vocabulary(SamplingParams(allowed_token_ids=[2], bad_word_ids=[[2, 2]]), 10)
 

@@ -113,18 +113,20 @@ def _check_lists(p: Any) -> None:
         raise ParameterError("logits_processors", processors, "a list of callables")
 
 
-def check_vocabulary(p: Any, vocab_size: int) -> None:
-    """Raise ParameterError unless every token id is below `vocab_size` and some token may be sampled."""
+def check_vocabulary(p: Any, vocab_size: int, num_tokens: int | None = None) -> None:
+    """Raise ParameterError unless every token id is below `vocab_size` and some token may be sampled, of `num_tokens` (all)."""
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         for i in getattr(p, name) or ():
             if not 0 <= i < vocab_size:
                 raise ParameterError(name, i, f"token ids in [0, {vocab_size - 1}]")
-    if p.allowed_token_ids is not None:
-        banned = {word[0] for word in p.bad_word_ids if len(word) == 1}
-        banned.update(held_off(p))
-        if banned.issuperset(p.allowed_token_ids):
-            allowed = "at least one id that bad_words and min_tokens do not ban"
-            raise ParameterError("allowed_token_ids", p.allowed_token_ids, allowed)
+    banned = {word[0] for word in p.bad_word_ids if len(word) == 1}
+    banned.update(held_off(p))
+    if p.allowed_token_ids is not None and banned.issuperset(p.allowed_token_ids):
+        allowed = "at least one id that bad_words and min_tokens do not ban"
+        raise ParameterError("allowed_token_ids", p.allowed_token_ids, allowed)
+    if len(banned) >= (num_tokens or vocab_size):
+        field, value = ("min_tokens", p.min_tokens) if p.min_tokens else ("bad_words", p.bad_words)
+        raise ParameterError(field, value, "what leaves a token beside stop_token_ids, end tokens and bad_words")
 
 
 def held_off(p: Any) -> list[int]:

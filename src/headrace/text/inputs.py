@@ -37,6 +37,7 @@ class InputProcessor:
         self.tokenizer, self.defaults, self.eos_token_ids = tokenizer, generation_defaults, list(eos_token_ids)
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self.valid = None if tokenizer is None else tokenizer.valid_ids(vocab_size)
+        self.num_tokens = vocab_size if self.valid is None else int(self.valid.sum())
 
     def read(self, prompt: Prompt) -> GivenPrompt:
         """Raises ParameterError for what is no prompt."""
@@ -91,11 +92,10 @@ class InputProcessor:
         """`params` with nothing left open: defaults, end tokens, bad words as ids, and a bounded max_tokens."""
         for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             checked_ids(list(getattr(params, field) or ()), self.vocab_size, field, self.valid)
-        check_vocabulary(params, self.vocab_size)
         max_tokens = self.max_tokens(params, prompt_len)
         if params.min_tokens > max_tokens:
             raise ParameterError("min_tokens", params.min_tokens, f"at most {max_tokens}: the context leaves no room for more")
-        return msgspec.structs.replace(
+        done = msgspec.structs.replace(
             params.resolved(self.defaults),
             detokenize=params.detokenize and self.tokenizer is not None,
             max_tokens=max_tokens,
@@ -103,6 +103,8 @@ class InputProcessor:
             eos_token_ids=self.eos_token_ids,
             bad_word_ids=self._bad_word_ids(params.bad_words or []),
         )
+        check_vocabulary(done, self.vocab_size, self.num_tokens)
+        return done
 
     def _stop_token_ids(self, params: SamplingParams) -> list[int] | None:
         """With those of stop strings that are just a special token, which the text does not show."""
