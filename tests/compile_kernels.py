@@ -356,6 +356,12 @@ def large_products(rows: int) -> None:
     project(x, Weight(meta(config.vocab_size, config.hidden_size)), meta(1, rows, config.vocab_size), tiles.lm_head)
 
 
+def gated_product(groups: int) -> None:
+    from headrace.kernels.gated_roles import launch
+
+    launch(meta(256, 4096), meta(24576, 4096), "silu", meta(256, 12288), groups, 256)
+
+
 def experts(
     rows: int, form: str = "float", hidden: int = 2048, inner: int = 768, count: int = 128, chosen: int = 8, rank: int = 0
 ) -> Callable[[], None]:
@@ -463,6 +469,7 @@ LARGE = {  # with tiles made for the shared memory of sm_90
     "roles 8B": roles(32, 8, 128),
     "roles head 64 window": roles(64, 8, 64, window=4096),
     "roles head 256 window softcap": roles(8, 4, 256, window=4096, softcap=50.0),
+    **{f"gate and up of {n} groups": partial(gated_product, n) for n in (2, 3)},
     "decode of 8 rows in rings": decode(8, decode_tiles.default_table),
     "decode of 32 rows of Gemma-2 in rings": decode(32, decode_tiles.default_table, "gemma2_2b"),
     "decode of 64 rows of Gemma-2 in rings": decode(64, decode_tiles.default_table, "gemma2_2b"),

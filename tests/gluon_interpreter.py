@@ -233,6 +233,12 @@ def _where(c: Value, a: Any, b: Any) -> Value:
     return Value(torch.where(_raw(c), _raw(a), _raw(b)))
 
 
+class _Layouts:
+    get_default_for = staticmethod(lambda *_, **__: None)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+
 def _jit(fn: Any = None, **_: Any) -> Any:
     return fn if fn is not None else lambda f: f
 
@@ -243,7 +249,7 @@ def _language(program: list[int]) -> SimpleNamespace:
         constexpr=lambda x: x, uint8=torch.uint8, int32=torch.int32, int64=torch.int64, int16=torch.int16, float32=torch.float32,
         float16=torch.float16, bfloat16=torch.bfloat16, float8e4nv=torch.float8_e4m3fn, pointer_type=lambda t: t, static_range=range,
         BlockedLayout=nothing, SliceLayout=nothing, DistributedLinearLayout=nothing, SwizzledSharedLayout=nothing,
-        DotOperandLayout=nothing, NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, exp2=_unary(torch.exp2),
+        DotOperandLayout=nothing, NVMMADistributedLayout=nothing, NVMMASharedLayout=_Layouts, exp2=_unary(torch.exp2),
         log2=_unary(torch.log2), atomic_add=_atomic_add, program_id=lambda axis: program[axis], thread_barrier=nothing,
         allocate_shared_memory=_allocate,
         arange=lambda a, b, layout: Value(torch.arange(a, b, dtype=torch.int32)),
@@ -260,10 +266,11 @@ def _language(program: list[int]) -> SimpleNamespace:
 
 def run(
     path: str | Path, kernel: str, grid: tuple[int, ...], arguments: dict[str, Any], *, beside: tuple[str, ...] = (),
-    **stand_ins: Any,
+    language: dict[str, Any] | None = None, **stand_ins: Any,
 ) -> None:  # fmt: skip
     """Every program of a kernel of the file, one after the other. Tensors are on the CPU; descriptors have fields as
-    TensorDescriptor's. `beside`: other files whose functions the kernel calls; `stand_ins`: what takes a function's place."""
+    TensorDescriptor's. `beside`: other files whose functions the kernel calls; `stand_ins`: what takes a function's place, and
+    `language`: that of one of gl's."""
     program: list[Any] = [Value(torch.zeros((), dtype=torch.int32))] * 3
     nothing = lambda *_, **__: None  # noqa: E731
     names: dict[str, Any] = {
@@ -277,6 +284,7 @@ def run(
         functions = {name: value for name, value in names.items() if inspect.isfunction(value)}
         exec(compile(source, str(file), "exec", dont_inherit=True), names)
         names |= {name: function for name, function in functions.items() if not inspect.isfunction(names[name])}
+    vars(names["gl"]).update(language or {})
     names |= {"grid_dependency": nothing, "activate": _activate, "say_done": _say_done, "await_parts": _await_parts, **stand_ins}
     given = {name: Pointer(x.view(-1)) if isinstance(x, Tensor) else x for name, x in arguments.items()}
     for place in itertools.product(*(range(n) for n in grid)):

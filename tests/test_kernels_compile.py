@@ -31,7 +31,7 @@ PARTS = {  # by card; `make conformance` has them all
     80: ("decode of 1 row", "decode of 4 rows 8B", "adapters of 32"),
     86: ("products of 64 rows", "adapted experts of 1024 rows in FP4"),
     90: ("sampling", "all-reduce", "ranks'", "decode of 1 row", "in rings", "decode of 64 rows 8B", "decode of 256 rows", "narrow products", "FP8 step",
-         "latent 20 heads", "small delta net in float32", "varlen 0.6B", "roles head 256", "experts of 1024 rows in FP4"),
+         "latent 20 heads", "small delta net in float32", "varlen 0.6B", "roles head 256", "gate and up", "experts of 1024 rows in FP4"),
     120: ("varlen head 256 window", "widened 8B in FP8"),
 }  # fmt: skip
 
@@ -100,6 +100,13 @@ def test_attention_with_roles_compiles(compiled) -> None:
 def test_experts_with_roles_compile(compiled) -> None:
     kernels = [kernel for kernel in of(compiled[90], "experts of 1024 rows in FP4") if kernel["kernel"] == "_roles_tiles"]
     assert len(kernels) == 2 and max(kernel["spills"] for kernel in kernels) <= 16  # before its loops
+    assert max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[90]
+
+
+def test_gate_and_up_compile(compiled) -> None:
+    """Sums of 256 rows take 128 registers of a thread, and three groups have 168 each."""
+    kernels = of(compiled[90], "gate and up")
+    assert [(kernel["kernel"], kernel["spills"]) for kernel in kernels] == 2 * [("_gated_roles", 0)]
     assert max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[90]
 
 

@@ -28,8 +28,10 @@ from headrace.fast_decode.tile_tables import load_tiles
 from headrace.kernels import tables
 from headrace.kernels.attention_decode import ORDERED_FROM, max_tokens
 from headrace.kernels.experts_triton import row_steps
+from headrace.kernels.gated_product import rows_of_forms
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.halves import MORE_ROWS, ODD_ROWS
+from headrace.kernels.launch import num_multiprocessors
 from headrace.kernels.lora import GROUP_BLOCK
 from headrace.kernels.narrow_linear import FEW_ROWS_WIDENED
 from headrace.kernels.prepare import Rows, launch, launch_publish
@@ -157,6 +159,8 @@ class Stage:
         most = min(self.limits.max_num_batched_tokens, self.limits.max_model_len)
         group = self.attention.group if isinstance(self.attention, TritonAttention) else AS_IF
         experts, counts = self.model.experts, [*PROMPTS, MORE_ROWS + 1, FEW_ROWS_WIDENED + 1, ODD_ROWS[0], 1024, ROLES_ROWS]
+        for inner in {self.model.intermediate_size, 0 if experts is None else experts.shared_inner} - {0}:
+            counts += rows_of_forms(inner, self.model.hidden_size, most, num_multiprocessors(META))
         if experts is not None:
             for slots in dict.fromkeys((None, self.expert_slots)):
                 router = experts.count, self.model.hidden_size

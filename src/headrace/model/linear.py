@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headrace.kernels.activation import Activation
+from headrace.kernels.activation import Activation, act_mul
+from headrace.kernels.gated_product import gated_product
 from headrace.kernels.halves import halves_fit, in_halves
 from headrace.kernels.launch import on_gpu
 from headrace.kernels.narrow_linear import NarrowProduct
@@ -35,6 +36,7 @@ class Linear:
 
     def __init__(self, product: Callable[[Tensor], Tensor], reduce: Reduce | None = None):
         self.product, self.reduce = product, reduce
+        self.gated: Callable[[Tensor, Activation], Tensor] = lambda x, kind: act_mul(self(x), kind)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x) if self.reduce is None else self.reduce(self.product(x))
@@ -55,6 +57,7 @@ class MatrixLinear(Linear):
         self.transposed, self.fuses_add = weight.t(), reduce is None
         super().__init__(lambda x: torch.mm(x, self.transposed), reduce)
         self.into = lambda out, x: torch.mm(x, self.transposed, out=out)
+        self.gated = lambda x, kind: gated_product(x, weight, kind)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
         """As Linear; a norm after it then reads and writes half of what it does with the sum."""
@@ -85,6 +88,4 @@ def make_linear(weight: Weight, bias: Tensor | None = None, reduce: Reduce | Non
         return Linear(lambda x: F.linear(x.float(), matrix, bias).to(x.dtype), reduce)
     if on_gpu(matrix) and bias is None:
         return MatrixLinear(matrix, reduce)
-    if (packed := packed_product(matrix, bias)) is not None:
-        return Linear(packed, reduce)
-    return Linear(lambda x: F.linear(x, matrix, bias), reduce)
+    return Linear(packed_product(matrix, bias) or (lambda x: F.linear(x, matrix, bias)), reduce)

@@ -37,14 +37,14 @@ class DenseMlp:
         self.act = act_mul if gated else act
         self.gate_up, self.down, self.activation, self.takes_rounded = gate_up, down, activation, gate_up.takes_rounded
         self.fuses_add, self.workspace_bytes = down.fuses_add, max(gate_up.workspace_bytes, down.workspace_bytes)
-        self.of_gated = (down.of_gated if gated else None) or (lambda gate_up, kind: down(self.act(gate_up, kind)))
         self.max_rows = 1 << max(1, MLP_ELEMENTS // (2 * intermediate_size)).bit_length() - 1
 
     def _inner(self, x: Tensor) -> Tensor:
-        return self.act(self.gate_up(x), self.activation)
+        return self.gate_up.gated(x, self.activation) if self.act is act_mul else self.act(self.gate_up(x), self.activation)
 
     def __call__(self, x: Tensor) -> Tensor:
-        parts = [self.of_gated(self.gate_up(part), self.activation) for part in x.split(self.max_rows)]
+        of, split = self.down.of_gated if self.act is act_mul else None, x.split(self.max_rows)
+        parts = [self.down(self._inner(part)) if of is None else of(self.gate_up(part), self.activation) for part in split]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def product(self, x: Tensor) -> Tensor:
