@@ -193,16 +193,22 @@ async def test_deleting_ends_it():
 async def test_who_reads_one_that_is_deleted_reads_its_end():
     fake = engine("word " * 900, bursts=1, delay=0.001)
     async with serving(fake, responses_store_bytes=1 << 16) as server:
-        _, writer = await server.connect(PATH, {"model": MODEL, "input": "hi", "background": True, "stream": True, "request_id": "it"})
-        await soon(lambda: fake.yielded > 3)
-        reader = asyncio.create_task(events(server, "resp_it"))
+        told: list[dict] = []
+
+        async def read() -> None:
+            body = {"model": MODEL, "input": "hi", "background": True, "stream": True, "request_id": "it"}
+            async with server.client.stream("POST", PATH, json=body) as answer:
+                async for line in answer.aiter_lines():
+                    told.extend([json.loads(line[6:])] if line.startswith("data: ") else [])
+
+        reader = asyncio.create_task(read())
+        await soon(lambda: len(told) > 3)
         stored = server.app.state.api.responses.find((0, "resp_it"))
         await soon(lambda: stored.recorder._left < 600)
         assert (await server.client.delete(f"{PATH}/resp_it")).status_code == 200
-        told = await reader
+        await reader
         assert told[-1]["type"] == "response.failed" and told[-1]["response"]["status"] == "cancelled"
         assert [e["sequence_number"] for e in told] == list(range(len(told))) and server.app.state.api.responses.num_bytes == 0
-        writer.close()
 
 
 async def test_what_cannot_be_is_refused_by_name():
