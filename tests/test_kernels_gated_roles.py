@@ -47,3 +47,5 @@ def test_where_it_is_taken() -> None:
     assert [groups_for(1024, inner, width, 132) for inner, width in ((14336, 4096), (8192, 2048), (3072, 1024))] == [0, 2, 3]
     assert groups_for(512, 12288, 4096, 114) == 0
     assert {groups_for(rows, 8192, 2048, 132) for rows in rows_of_forms(8192, 2048, 8192, 132)} == {2, 3}
+    least = rows_of_forms(9216, 5120, 16384, 132)
+    assert len(least) == 1 and least[0] <= 8192, "more rows are taken apart (mlp.py), and the parts may not take it"

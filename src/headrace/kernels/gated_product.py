@@ -30,8 +30,9 @@ def groups_for(rows: int, inner: int, width: int, multiprocessors: int) -> int:
 
 
 def rows_of_forms(inner: int, width: int, most: int, multiprocessors: int) -> list[int]:
-    """Rows of a step of at most so many for each form of the kernel that such steps take."""
-    taken = {groups_for(rows, inner, width, multiprocessors): rows for rows in [most, *range(LEAST_ROWS, most + 1, ROWS)]}
+    """Rows of a step of at most so many for each form of the kernel that such steps take: the fewest, as more are taken apart."""
+    counts = [most, *range(most // ROWS * ROWS, LEAST_ROWS - 1, -ROWS)]
+    taken = {groups_for(rows, inner, width, multiprocessors): rows for rows in counts}
     return [rows for groups, rows in taken.items() if groups]
 
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from headrace.kernels.attention_roles import grid_dependency
+from headrace.kernels.gluon_launch import grid_dependency
 from headrace.kernels.launch import num_multiprocessors, pdl
 
 STAGES = 4  # steps of 64 columns on their way
