@@ -30,7 +30,8 @@ def groups_for(rows: int, inner: int, width: int, multiprocessors: int) -> int:
 
 
 def rows_of_forms(inner: int, width: int, most: int, multiprocessors: int) -> list[int]:
-    """Rows of a step of at most so many for each form of the kernel that such steps take: the fewest, as more are taken apart."""
+    """Rows of a step of at most so many for each form of the kernel that such steps take: the fewest, for more are taken apart
+    (mlp.py)."""
     counts = [most, *range(most // ROWS * ROWS, LEAST_ROWS - 1, -ROWS)]
     taken = {groups_for(rows, inner, width, multiprocessors): rows for rows in counts}
     return [rows for groups, rows in taken.items() if groups]
