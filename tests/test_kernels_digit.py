@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.fast_decode import digit_gemm, digit_tile, nibble_gemm, products, tiles
+from headrace.fast_decode import digit_gemm, digit_tile, nibble_gemm, products, ring_gemm, tiles
 from headrace.fast_decode.digit_tile import DigitTile
 from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference
 from headrace.fast_decode.gemv import GemvTile
@@ -42,8 +42,9 @@ def without_a_card(monkeypatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(digit_tile, "runs", lambda x: True)
         monkeypatch.setattr(products, "_runs", lambda x, sizes: True)
-        monkeypatch.setattr(digit_gemm, "_digit_kernel", _Interpreted(digit_gemm.__file__, "_digit_kernel"))
-        monkeypatch.setattr(nibble_gemm, "_nibble_kernel", _Interpreted(nibble_gemm.__file__, "_nibble_kernel", digit_gemm.__file__))
+        monkeypatch.setattr(digit_gemm, "_digit_kernel", _Interpreted(digit_gemm.__file__, "_digit_kernel", ring_gemm.__file__))
+        beside = ring_gemm.__file__, digit_gemm.__file__
+        monkeypatch.setattr(nibble_gemm, "_nibble_kernel", _Interpreted(nibble_gemm.__file__, "_nibble_kernel", *beside))
         monkeypatch.setattr(products, "pdl", lambda x: {"PDL": True})
 
 

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.fast_decode.digit_gemm import _pieces
 from headrace.fast_decode.digit_tile import IN_PHASE, WARPS, DigitTile
 from headrace.fast_decode.epilogues import Plan, sumsq_block
+from headrace.fast_decode.ring_gemm import ring_barriers
 from headrace.kernels.activation import activate, soft_cap
 from headrace.kernels.gluon_launch import grid_dependency
 from headrace.kernels.launch import next_power_of_2
@@ -110,11 +111,7 @@ def _nibble_kernel(
     s_kept = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [STEPS_BLOCK, 2, 8, IN_PHASE], plain)
     z_kept = gl.allocate_shared_memory(gl.uint8, [STEPS_BLOCK, 2, 8, IN_PHASE], plain)
     kept = gl.allocate_shared_memory(gl.float32, [SLOTS, 2, 8, PLACES], plain)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
+    full = ring_barriers(STAGES)
     first = tile * BLOCK_N
     second = first + 8  # of a gated product the up rows of the same columns
     if MODE == "glu":

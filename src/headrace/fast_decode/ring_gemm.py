@@ -79,6 +79,17 @@ def sum_parts(y, slab, ticket, SIZE: gl.constexpr, SPLITS: gl.constexpr):
 
 
 @gluon.jit
+def ring_barriers(STAGES: gl.constexpr):
+    """Of each place of a ring, that it is filled."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    return full
+
+
+@gluon.jit
 def say_done(ticket):
     """What this program has stored is there for the one that waits for it."""
     gl.thread_barrier()  # all threads' stores before the one thread's release
@@ -137,11 +148,7 @@ def _ring_kernel(
     steps = gl.maximum(gl.cdiv(gl.minimum(k_split, K - k_start), BLOCK_K), 0)
     w_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES * PARTS, BLOCK_N, BLOCK_K], w_tiles.layout)
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], x_tiles.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
+    full = ring_barriers(STAGES)
     for i in range(0, gl.minimum(steps, STAGES)):
         ask(w_tiles, w_ring, full, i, n0, N, k_start + i * BLOCK_K, STAGES, PARTS, BYTES)
     # parameters of columns are weights, so before the wait

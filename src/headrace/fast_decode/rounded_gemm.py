@@ -12,17 +12,11 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.fast_decode.epilogues import Plan, sumsq_block
-from headrace.fast_decode.ring_gemm import ask, column_parameters, leave_part, sum_parts
+from headrace.fast_decode.ring_gemm import ask, column_parameters, leave_part, ring_barriers, sum_parts
 from headrace.fast_decode.ring_tile import row_block
 from headrace.fast_decode.rounded_tile import RoundedTile
 from headrace.kernels.activation import activate
@@ -59,11 +53,7 @@ def _rounded_kernel(
     w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * PARTS, BLOCK_N, CHUNK], w_tiles.layout)
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * XS, BLOCK_M, CHUNK], x_tiles.layout)
     size_ring = gl.allocate_shared_memory(gl.float32, [STEPS_BLOCK, BLOCK_M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
+    full = ring_barriers(STAGES)
     for i in range(0, min(STEPS, STAGES)):
         ask(w_tiles, w_ring, full, i, n0, N, k_start + i * CHUNK, STAGES, PARTS, BYTES)
     rn = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, flat))
