@@ -9,7 +9,7 @@ from headrace.api.custom_tools import arguments_of, custom_input, function_of
 from headrace.api.errors import invalid
 from headrace.api.protocol import ChatTool
 from headrace.api.responses_tools import Origin, ResponseTools
-from headrace.api.tool_choice import FUNCTION_NAME
+from headrace.api.tool_choice import check_name
 from headrace.api.tool_choice_input import check_parts
 from headrace.conversation.events import CallArguments, CallBegin, Event
 
@@ -26,8 +26,7 @@ def tools_of(given: Sequence[ChatTool] | None) -> ResponseTools:
             tools.append(Origin(tool.function.name), tool.function)
         elif (custom := tool.custom) is not None:
             at = f"tools[{i}].custom"
-            if not FUNCTION_NAME.fullmatch(custom.name):
-                raise invalid(f"{at}.name", "1 to 64 letters, digits, underscores, dots or dashes.")
+            check_name(custom.name, f"{at}.name")
             function = function_of(custom.name, custom.description, custom.format, at, "grammar")
             tools.append(Origin(custom.name, custom=True), function)
     return tools

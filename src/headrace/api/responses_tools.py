@@ -14,7 +14,7 @@ from headrace.api.body import read_part
 from headrace.api.custom_tools import function_of
 from headrace.api.errors import invalid
 from headrace.api.responses_input import CustomTool, FlatTool, Namespace
-from headrace.api.tool_choice import FUNCTION_NAME
+from headrace.api.tool_choice import FUNCTION_NAME, check_name
 from headrace.conversation.tool_grammar import FunctionDef, Tool
 
 KINDS = ("function", "custom", "namespace")
@@ -70,8 +70,7 @@ class ResponseTools:
         else:
             tool = read_part(given, FlatTool, at, self.ignored)
             function = FunctionDef(**{f: getattr(tool, f) for f in FunctionDef.__struct_fields__})
-        if not FUNCTION_NAME.fullmatch(tool.name):
-            raise invalid(f"{at}.name", "1 to 64 letters, digits, underscores, dots or dashes.")
+        check_name(tool.name, f"{at}.name")
         origin = Origin(tool.name, namespace, isinstance(tool, CustomTool))
         if origin not in self._names:  # agents repeat them
             self.append(origin, function)

@@ -40,12 +40,17 @@ class Allowed(NamedTuple):
 Choice = str | Named | Allowed | None  # a word: none, auto, required
 
 
+def check_name(name: str, field: str) -> None:
+    """Of a tool. Raises ApiError naming the field."""
+    if not FUNCTION_NAME.fullmatch(name):
+        raise invalid(field, "1 to 64 letters, digits, underscores, dots or dashes.")
+
+
 def check_tools(tools: list[Tool] | None, choice: Choice) -> None:
     if tools is not None and len(tools) > MAX_TOOLS:
         raise invalid("tools", f"{len(tools)} tools; at most {MAX_TOOLS}.")
     for i, tool in enumerate(tools or ()):
-        if not FUNCTION_NAME.fullmatch(tool.function.name):
-            raise invalid(f"tools[{i}].function.name", "1 to 64 letters, digits, underscores, dots or dashes.")
+        check_name(tool.function.name, f"tools[{i}].function.name")
         kind = (tool.function.parameters or {}).get("type") or "object"  # what is called gets arguments by their names
         if kind != "object" and not (isinstance(kind, list) and "object" in kind):
             raise invalid(f"tools[{i}].function.parameters.type", f"got {str(kind)[:100]!r}, allowed: object")

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from headrace.conversation.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from headrace.conversation.reasoning import REASONING_FORMATS
-from headrace.conversation.tool_grammar import Special
-from headrace.structured_output.objects import JSON_OPTIONS
+from headrace.conversation.tool_grammar import Special, answer_rule
 
 ANY = "/(.|\\n)*/"
 
 
 def answer_alone(schema: dict[str, Any]) -> str:
     """Lark in which the output is JSON of the schema."""
-    return f"%llguidance {{}}\nstart: answer\nanswer: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}\n"
+    return f"%llguidance {{}}\nstart: answer\n{answer_rule(schema)}"
 
 
 def behind_reasoning(lark: str, kind: str, prompt_end: str, special: Special) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -100,7 +100,12 @@ def calls_or_answer(
     else:
         calls = forced_calls(form, tools, many, special, args_tags=args_tags)
     head, _, rules = calls.partition("start: ")
-    return f"{head}start: calls | answer\nanswer: %json {json.dumps({**answer, 'x-guidance': JSON_OPTIONS})}\ncalls: {rules}"
+    return f"{head}start: calls | answer\n{answer_rule(answer)}calls: {rules}"
+
+
+def answer_rule(schema: Mapping[str, Any]) -> str:
+    """The rule of Lark that says what an answer in a format is."""
+    return f"answer: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}\n"
 
 
 def _thinking(reasoning: Sequence[str], special: Special) -> str:
