@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,20 @@ def backend() -> LLGuidance:
 @functools.lru_cache(4096)
 def encode(text: str) -> list[int]:
     return tokenizer().encode(text, add_special_tokens=False).ids
+
+
+def with_tokens(text: str, tokens: Mapping[str, int]) -> list[int]:
+    """`text`, in which each of `tokens` is one of its own."""
+    for marker, token in tokens.items():
+        head, found, tail = text.partition(marker)
+        if found:
+            return [*with_tokens(head, tokens), token, *with_tokens(tail, tokens)]
+    return encode(text)
+
+
+def special_of(tokens: Mapping[str, int]) -> Callable[[str], str]:
+    """How a grammar names a marker: as the token that it is, or as a text."""
+    return lambda marker: f"<[{tokens[marker]}]>" if marker in tokens else json.dumps(marker)
 
 
 def decode(ids: list[int]) -> str:

@@ -13,7 +13,7 @@ from headrace.conversation.reasoned_grammar import answer_alone, behind_reasonin
 from headrace.conversation.reasoning import REASONING_FORMATS
 from headrace.conversation.tool_grammar import calls_or_answer
 from server_driver import Api
-from structured_driver import compiled, encode, takes
+from structured_driver import compiled, encode, special_of, takes, with_tokens
 from test_structured_tools import BODY_TOOLS, FORMAT, HI, TOOLS, WRITTEN
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
@@ -61,32 +61,24 @@ def test_markers_that_are_tokens():
 def test_a_marker_that_is_a_token_and_a_word():
     tokens = {"<|channel>": 3, "<channel|>": 4}
     for prompt, head in (("<|turn>model\n", [3, *encode("thought\n")]), ("<|turn>model\n<|channel>thought\n", []), ("<|channel>thought", [3, *encode("thought")])):
-        lark = behind_reasoning(answer_alone(SCHEMA), "gemma4", prompt, lambda marker: f"<[{tokens[marker]}]>" if marker in tokens else json.dumps(marker))
+        lark = behind_reasoning(answer_alone(SCHEMA), "gemma4", prompt, special_of(tokens))
         matcher = compiled(grammar=lark)
         assert matcher.accept([*head, *encode(THOUGHT), 4, *encode(ANSWER)]) and matcher.complete, prompt
 
 
 def test_harmony_answers_in_its_final_message():
     tokens = {"<|channel|>": 3, "<|message|>": 4, "<|end|>": 5, "<|start|>": 6, "<|constrain|>": 7}
-    special = lambda marker: f"<[{tokens[marker]}]>" if marker in tokens else json.dumps(marker)  # noqa: E731
-
-    def ids_of(text: str) -> list[int]:
-        for marker, token in tokens.items():
-            head, found, tail = text.partition(marker)
-            if found:
-                return [*ids_of(head), token, *ids_of(tail)]
-        return encode(text)
-
+    special = special_of(tokens)
     thought = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant"
     final = f"<|channel|>final<|message|>{ANSWER}"
     lark = calls_or_answer("openai", TOOLS, True, special, SCHEMA)
     matcher = compiled(grammar=behind_reasoning(lark, "openai_gptoss", "<|start|>assistant", special))
     for text in (final, thought + final, thought + thought + final.replace("<|message|>", " <|constrain|>json<|message|>"), WRITTEN["openai"], thought + WRITTEN["openai"]):
         copy = matcher.fork()
-        assert copy.accept(ids_of(text)) and copy.complete, text
+        assert copy.accept(with_tokens(text, tokens)) and copy.complete, text
     for text in (ANSWER, final.replace("3", '"x"'), thought, final + thought):
         copy = matcher.fork()
-        assert not (copy.accept(ids_of(text)) and copy.complete), text
+        assert not (copy.accept(with_tokens(text, tokens)) and copy.complete), text
     assert read("openai_gptoss", "<|start|>assistant", thought + final) == (THOUGHT, ANSWER)
     assert behind_reasoning(lark, "openai_gptoss", "<|start|>assistant", json.dumps) == lark  # its markers are no tokens
 

@@ -18,7 +18,7 @@ from headrace.conversation.tagged_grammar import NotStrict
 from headrace.conversation.tool_formats import TOOL_PARSERS
 from headrace.conversation.tool_grammar import FunctionDef, Tool, calls_or_answer, free_calls
 from server_driver import Api
-from structured_driver import compiled, encode, takes
+from structured_driver import compiled, encode, special_of, takes, with_tokens
 
 WRITE = {
     "type": "object",
@@ -34,17 +34,11 @@ FORMATS = ("qwen3_coder", "glm45")
 PLAIN, TOKENS = json.dumps, {"<tool_call>": 3, "</tool_call>": 4, "<arg_key>": 5, "</arg_key>": 6, "<arg_value>": 7, "</arg_value>": 8}
 
 
-def special(marker: str) -> str:
-    return f"<[{TOKENS[marker]}]>" if marker in TOKENS else json.dumps(marker)
+special = special_of(TOKENS)
 
 
 def ids_of(text: str) -> list[int]:
-    """With a token for each of TOKENS."""
-    for marker, token in TOKENS.items():
-        head, found, tail = text.partition(marker)
-        if found:
-            return [*ids_of(head), token, *ids_of(tail)]
-    return encode(text)
+    return with_tokens(text, TOKENS)
 
 
 def call_of(form: str, name: str, arguments: dict[str, Any]) -> str:

@@ -33,6 +33,7 @@ from headrace.model.families import weight_plan
 from headrace.worker.reading import Reading
 
 ROUNDS, ROUND_RUNS = 5, 6  # of each measurement
+GPU_WIDTH = 8192  # of the product on a GPU: rows, columns and what is summed
 SUSTAINED_RUNS = 8  # of the product, one behind the other
 DISAGREE = 0.03  # rounds that differ by more than this share measured something else as well
 
@@ -63,7 +64,7 @@ class Machine:
 def measure_limits(device: torch.device, dtype: torch.dtype, cards: int = 1) -> Machine:
     """Measure this machine, or one of its `cards`, in some rounds of which the best one counts; takes a few seconds."""
     if device.type == "cuda":
-        name, size, width = torch.cuda.get_device_name(device), 2**30, 8192
+        name, size, width = torch.cuda.get_device_name(device), 2**30, GPU_WIDTH
         source = torch.empty(size, dtype=torch.uint8, device=device).random_()
         target = torch.empty_like(source)
         moved, move = 2 * size, lambda: target.copy_(source)
@@ -82,13 +83,13 @@ def measure_limits(device: torch.device, dtype: torch.dtype, cards: int = 1) -> 
 def sustained_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Operations per second of the product that `measure_limits` times, in the second half of a second of them: by then a card
     at its power limit has lowered its clock."""
-    a = torch.randn(8192, 8192, device=device).to(dtype)
+    a = torch.randn(GPU_WIDTH, GPU_WIDTH, device=device).to(dtype)
     began, rates = time.perf_counter(), []
     while (now := time.perf_counter()) - began < 1.0:
         for _ in range(SUSTAINED_RUNS):
             torch.mm(a, a)
         torch.cuda.synchronize(device)
-        rates.append(SUSTAINED_RUNS * 2 * 8192**3 / (time.perf_counter() - now))
+        rates.append(SUSTAINED_RUNS * 2 * GPU_WIDTH**3 / (time.perf_counter() - now))
     return statistics.median(rates[len(rates) // 2 :])
 
 
