@@ -53,7 +53,7 @@ class Recorder:
         size, kept = len(data) + EVENT_BYTES * len(events), not self._stored.gone  # else its end is left, for who reads it
         if kept and size > self._left and not self._take(max(size, min(ROOM, self._store.max_bytes // 64))):
             self._store.grow(self._stored, -self._held)
-            self.events = None
+            self.events, self._left = None, 0
         else:
             self._left -= size
             self.events += events
