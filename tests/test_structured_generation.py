@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine_driver import BLOCK, Result, assert_all_same, assert_same, complete, make_core, make_requests, run
 from headrace import LLM
+from headrace.conversation.reasoned_grammar import answer_alone
 from headrace.engine.messages import EngineRequest
 from headrace.errors import ParameterError
 from headrace.sampling.params import SamplingParams
@@ -106,13 +107,16 @@ def test_every_kind_together_with_unconstrained_requests(core, seed):
         assert_same(together[request.id], run(core, [request])[request.id], request.id)
 
 
+@pytest.mark.parametrize("alone", [True, False], ids=["json", "grammar"])
 @pytest.mark.parametrize("schema", [{}, {"type": "integer"}, {"type": "number"}, {"type": "array"}], ids=json.dumps)
-def test_numbers_and_white_space_come_to_an_end(core, schema):
-    """A model that wants nothing but digits, or nothing but white space, is let out of both."""
+def test_numbers_and_white_space_come_to_an_end(core, schema, alone):
+    """A model that wants nothing but digits, or nothing but white space, is let out of both, also where the answer is a part of a
+    grammar, as beside tools and behind reasoning."""
+    wish: dict[str, Any] = {"json": schema} if alone else {"grammar": answer_alone(schema)}
     for favourite in ("0123456789", " \n\t"):
         tokens = {t for t in range(core.vocab_size) if (text := decode([t])) and not text.strip(favourite)}
         requests = [
-            constrained(f"n{seed}", {"json": schema}, seed=seed, temperature=1.0, max_tokens=300,
+            constrained(f"n{seed}", wish, seed=seed, temperature=1.0, max_tokens=300,
                         logit_bias=dict.fromkeys(tokens, 12.0) | {EOS: 3.0})
             for seed in range(4)
         ]  # fmt: skip
@@ -120,7 +124,7 @@ def test_numbers_and_white_space_come_to_an_end(core, schema):
             text = re.sub(r'"(\\.|[^"\\])*("|$)', '""', text_of(result))  # strings may hold both without end
             assert max(map(len, re.findall(r"\d+", text)), default=0) <= 64 + 8  # the longest token of digits
             assert max(map(len, re.findall(r"\s+", text)), default=0) <= 20
-            check({"json": schema}, result)
+            check(wish, result)
 
 
 def test_long_digits_that_the_grammar_wants_are_left_alone(core):

@@ -163,8 +163,8 @@ class LLGuidance:
             why = f"{type(e).__name__}: {e}" if not isinstance(e, ValueError) else str(e)
         if why:
             raise refused(spec, in_words(why, spec.kind))
-        json_like = spec.kind in ("json", "json_object", "structural_tag")
-        return Matcher(matcher, self._digits if json_like else None)
+        has_json = spec.kind in ("json", "json_object", "structural_tag") or "%json" in (spec.grammar or "")
+        return Matcher(matcher, self._digits if has_json else None)
 
     def fill(self, matchers: Sequence[Matcher], bits: np.ndarray) -> None:
         """Masks of the next tokens to the rows of bits [Q, ceil(V / 32)] int32, by several threads if it is worth it."""
