@@ -19,6 +19,7 @@ from tiny_models import write_tiny
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 LINEAR = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+    "in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj",
 )  # fmt: skip
 Packed = tuple[dict[str, Tensor], Tensor]  # what follows the module's name -> tensor; the matrix [out, in] in float32
 Packer = Callable[[np.random.Generator, int, int], Packed]
@@ -51,8 +52,11 @@ def _e4m3(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> Tensor:
     return _t(rng.normal(size=shape).astype(np.float32) * scale).to(torch.float8_e4m3fn)
 
 
-def fp8(tile: tuple[int, int], suffix: str = "weight_scale", dtype: torch.dtype = torch.float32, vector: bool = False, static: bool = False) -> Packer:
-    """tile: rows and columns of a scale, 0: all."""
+def fp8(
+    tile: tuple[int, int], suffix: str = "weight_scale", dtype: torch.dtype = torch.float32, vector: bool = False, static: bool = False,
+    apart: bool = False,
+) -> Packer:  # fmt: skip
+    """tile: rows and columns of a scale, 0: all. `apart`: with ones between these in the scales' shape."""
 
     def pack(rng: np.random.Generator, rows: int, columns: int) -> Packed:
         high, wide = tile[0] or rows, tile[1] or columns
@@ -61,6 +65,8 @@ def fp8(tile: tuple[int, int], suffix: str = "weight_scale", dtype: torch.dtype 
         matrix = data.float() * _t(_spread(scale.float().numpy(), high, wide, (rows, columns)))
         if vector:
             scale = scale.flatten() if scale.numel() > 1 else scale.reshape(())
+        if apart:
+            scale = scale[:, None, :, None]
         return {"weight": data, suffix: scale} | ({"input_scale": torch.tensor(0.5)} if static else {}), matrix
 
     return pack
@@ -193,6 +199,13 @@ FORMATS: dict[str, Format] = {
         {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}, "producer": {"name": "modelopt"}},
         fp8((0, 0), vector=True, static=True), ("fp8", "fp8"), beside="hf_quant_config.json",
     ),
+    "modelopt-fp8-rows": Format(
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]}, fp8((1, 0), vector=True), ("fp8", "fp8")
+    ),
+    "modelopt-fp8-block": Format(
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8_PB_WO", "exclude_modules": ["lm_head*"]}},
+        fp8((128, 128), apart=True), ("fp8", "fp8"),
+    ),
     "ct-fp8-dynamic": Format(compressed("float-quantized", 8, "float", strategy="channel"), fp8((1, 0), dtype=torch.bfloat16), ("fp8", "fp8")),
     "ct-fp8-static": Format(compressed("float-quantized", 8, "float", strategy="tensor"), fp8((0, 0), dtype=torch.bfloat16, static=True), ("fp8", "fp8")),
     "ct-fp8-block": Format(
@@ -213,6 +226,9 @@ FORMATS: dict[str, Format] = {
     "ct-nvfp4": Format(compressed("nvfp4-pack-quantized", 4, "float", **_NVFP4), nvfp4(), ("fp4", "int8")),
     "modelopt-nvfp4": Format(
         {"quant_algo": "NVFP4", "config_groups": {}, "ignore": ["lm_head"], "quant_method": "modelopt"}, nvfp4(True), ("fp4", "int8")
+    ),
+    "modelopt-fp4-only": Format(
+        {"quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"], "quant_method": "modelopt_fp4"}, nvfp4(True), ("fp4", "int8")
     ),
     "awq": Format(_AWQ, awq(), ("int4", "int8")),
     "awq-old": Format({"w_bit": 4, "q_group_size": 48, "zero_point": False, "version": "GEMM"}, awq(48), ("int4", "int8"), beside="quant_config.json"),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace import LLM, SamplingParams
@@ -28,7 +29,7 @@ from headrace.model.parts import parts_of, taken
 from headrace.model.shard import WHOLE, Shard
 from headrace.model.weight import Weight, dequantized
 from model_harness import Sequences, in_usual_order
-from quantized_checkpoints import FORMATS, Tiny, compressed, fp8, gptq, int8, packed, write_quantized
+from quantized_checkpoints import FORMATS, Tiny, compressed, fp8, gptq, int8, nvfp4, packed, write_quantized
 from test_model_config import NASTY
 from test_model_families import assert_close, reference, tokens
 
@@ -178,6 +179,96 @@ def test_matrices_of_different_formats_are_stacked_exactly(config, packers, kind
     check_equal(floats_of(load(tiny.path)), expected_of(tiny))
 
 
+def floats_beside(tiny: Tiny, path: Path) -> Path:
+    """The same model in floats."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(tiny.config))
+    save_file({name: tensor.contiguous() for name, tensor in tiny.matrices.items()}, path / "model.safetensors")
+    return path
+
+
+def check_same(found: DecoderWeights, wanted: DecoderWeights) -> None:
+    """All that layers and the head have, also where these are experts or a delta net's."""
+    pairs = [(found.lm_head, wanted.lm_head)]
+    for ours, theirs in zip(found.layers, wanted.layers, strict=True):
+        assert ours.more.keys() == theirs.more.keys()
+        pairs += [(getattr(ours, f.name), getattr(theirs, f.name)) for f in fields(ours)] + [(ours.more[name], theirs.more[name]) for name in theirs.more]
+    pairs = [pair for pair in pairs if isinstance(pair[1], Weight)]
+    assert pairs
+    for one, other in pairs:
+        assert torch.equal(dequantized(one, torch.float32), other.data)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "awq", "modelopt-nvfp4"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "qwen3_5_moe"])
+def test_delta_nets_and_attention_with_a_gate_are_the_formula(family: str, name: str, tmp_path: Path):
+    """Their rows lie by head in the file, and a head ends in the middle of a block of FP8."""
+    tiny = write_quantized(tmp_path / "model", FORMATS[name], family, num_hidden_layers=3, hidden_size=128, linear_num_key_heads=2)
+    floats = floats_beside(tiny, tmp_path / "floats")
+    for shard in (WHOLE, Shard(0, 2), Shard(1, 2)):
+        found = load(tiny.path, narrow=True, shard=shard)
+        assert {layer.qkv.kind for layer in found.layers} == {FORMATS[name].kinds[0]}
+        check_same(found, load(floats, shard=shard))
+
+
+def of_images(tiny: Tiny, prefix: str) -> None:
+    """The text part of a model that sees images, too: names begin with `prefix`."""
+    tiny.change(lambda tensors: [tensors.update({prefix + name.removeprefix("model."): tensors.pop(name)}) for name in list(tensors) if name.startswith("model.")])
+    tiny.config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": tiny.config, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
+def test_matrices_of_several_kinds_are_each_named_by_modelopt(prefix: str, tmp_path: Path):
+    """As in files of Qwen3.6 in NVFP4. Of what drafts and sees images it does not matter how it is quantized."""
+    def packer_of(module: str):
+        return fp8((0, 0), vector=True) if module.endswith("q_proj") else nvfp4(True) if module.endswith(("o_proj", "in_proj_z", "mlp.down_proj")) else None
+
+    tiny = write_quantized(tmp_path / "model", FORMATS["modelopt-nvfp4"], "qwen3_5", packer_of=packer_of, num_hidden_layers=3)
+    floats = floats_beside(tiny, tmp_path / "floats")
+    if prefix != "model.":
+        of_images(tiny, prefix)
+    kinds = {"self_attn.q_proj": "FP8", "self_attn.o_proj": "NVFP4", "linear_attn": "W4A16_NVFP4", "mlp": "NVFP4"}
+    layers = {f"{prefix}layers.{i}.{name}": {"quant_algo": kind, "group_size": 16} for i in range(3) for name, kind in kinds.items()}
+    config = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "mtp*"]}
+    more = {"mtp.layers.0.mlp": {"quant_algo": "FP8_BLOCK_SCALES"}, f"{prefix}embed_tokens": {"quant_algo": "UNQUANTIZED"}}
+    tiny.configure({"producer": {"name": "modelopt"}, "quantization": config | {"quantized_layers": layers | more}})
+    check_same(load(tiny.path, narrow=True), load(floats))
+    layers[f"{prefix}layers.2.mlp"] = {"quant_algo": "W4A8_AWQ"}
+    tiny.configure(config | {"quant_method": "modelopt", "quantized_layers": layers | more})
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.2\.mlp\.down_proj' is quantized by 'W4A8_AWQ', which is not supported: use the unquantized"):
+        load(tiny.path)
+
+
+def test_groups_may_mean_modules_as_the_file_of_a_model_that_sees_images_calls_them(tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS["ct-pack4"], "qwen3_5", packer_of=lambda m: int8() if m.endswith("_proj") and "self_attn" in m else None, num_hidden_layers=3)
+    floats = floats_beside(tiny, tmp_path / "floats")
+    of_images(tiny, "model.language_model.")
+    tiny.configure(groups(([r"re:model\.language_model\.layers\.1\.self_attn.*"], INT8), (["Linear"], PACK4), ignore=["re:.*mlp.*"]))
+    check_same(load(tiny.path, narrow=True), load(floats))
+    tiny.configure(groups((["Linear"], INT8), ignore=[r"re:model\.language_model\.layers\.1\.self_attn.*"]))
+    with pytest.raises(CheckpointError, match=r"by config.json 'model\.layers\.1\.self_attn\.q_proj' is among those that are not quantized"):
+        load(tiny.path)
+
+
+@pytest.mark.parametrize("of_attention", [{}, {"group_0": {"targets": ["Qwen3Attention"], "weights": None, "input_activations": {"num_bits": 8}}}])
+def test_a_file_may_have_scales_of_the_cache_alone(of_attention: dict, tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS["ct-fp8-static"], packer_of=lambda module: None, **ODD)
+    tiny.configure({**FORMATS["ct-fp8-static"].config, "config_groups": of_attention, "kv_cache_scheme": {"num_bits": 8, "type": "float"}})
+    tiny.change(lambda tensors: tensors.update({"model.layers.0.self_attn.k_scale": torch.tensor(0.25)}))
+    check_equal(floats_of(load(tiny.path)), expected_of(tiny))
+    assert resolve_checkpoint(EngineConfig(model=str(tiny.path))).quantized_to() == []
+    tiny.change(lambda tensors: tensors.update({f"{DOWN}.weight_scale": torch.tensor(0.25)}))
+    with pytest.raises(CheckpointError, match=f"'{DOWN}' is in none of the groups that are"):
+        load(tiny.path)
+
+
+@pytest.mark.parametrize("method", ["compressed_tensors", "COMPRESSED-TENSORS"])
+def test_a_method_may_be_spelled_otherwise(method: str, tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS["ct-int8"], **ODD)
+    tiny.configure(FORMATS["ct-int8"].config | {"quant_method": method})
+    check_equal(floats_of(load(tiny.path)), expected_of(tiny))
+
+
 def test_a_head_and_an_embedding_may_be_quantized_and_gptq_modules_of_other_bits(tmp_path: Path):
     def packer_of(module: str):
         return gptq(8, 16) if module.endswith(("down_proj", "lm_head")) else gptq()
@@ -232,14 +323,16 @@ GPTQ, AWQ, ROUND = (FORMATS[name].config for name in ("gptq", "awq", "auto-round
     ({**AWQ, "zero_point": 1}, "zero_point is 1"), ({**AWQ, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'"),
     ({**FORMATS["fp8-block"].config, "weight_block_size": [128]}, "weight_block_size is .128., wanted .rows, columns."),
     ({**FORMATS["fp8-block"].config, "fmt": "e5m2"}, "fmt is 'e5m2'"),
-    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', wanted fp8 or nvfp4"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', wanted fp8 or .*nvfp4"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers is None, wanted an object"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "NVFP4"}}, "quantized_layers.* a is 'NVFP4', wanted an object"),
     ({**ROUND, "data_type": "mx_fp"}, "data_type is 'mx_fp', wanted int"), ({**ROUND, "packing_format": "auto_round"}, "packing_format is"),
     ({**ROUND, "backend": "auto_round:gptq:exllamav2"}, "backend is"), ({**ROUND, "bits": 2}, "bits is 2, wanted 4 or 8"),
     (compressed("pack-quantized", 4, strategy="group", group_size=128, actorder="group"), "actorder is 'group'"),
     (compressed("pack-quantized", 3, strategy="channel"), "num_bits is 3"), (compressed("marlin-24", 4), "format is 'marlin-24'"),
     (compressed("pack-quantized", 4, "float"), "type is 'float', wanted int"), (compressed("dense", 8), "format is 'dense'"),
     (compressed("int-quantized", 8, strategy="group"), "group_size is None"), (compressed("int-quantized", 8, strategy="block"), "block_structure"),
-    ({**PACK4, "config_groups": {}}, "config_groups"), ({**PACK4, "ignore": ["re:("]}, "ignore has 're:.', no pattern"),
+    ({**PACK4, "config_groups": []}, "config_groups"), ({**PACK4, "ignore": ["re:("]}, "ignore has 're:.', no pattern"),
     ({**PACK4, "ignore": [r"re:(\w+\.?)+!"]}, "takes too long"), ({**PACK4, "ignore": ["re:" + ".*a" * 9]}, "takes too long"),
     ({**PACK4, "ignore": ["re:" + "(o|.)" * 30 + "!"]}, "takes too long"), ({**PACK4, "ignore": ["re:(?x) (a|a) +!"]}, "takes too long"),
     (groups((["re:(?:.*)*!"], INT8), ignore=[]), "targets has 're:.*takes too long"),

@@ -61,7 +61,7 @@ class Checkpoint:
         if self.format == "dummy":
             return []
         if (quantization := quantization_of(self.config)) is not None:
-            return [quantization.method]
+            return [quantization.method] if quantization.schemes else []
         matrices = [entry for entry in self.tensors().values() if len(entry.shape) > 1 and self.gguf is not None]
         return sorted({entry.encoding.name for entry in matrices} - set(FLOATS))
 

@@ -54,7 +54,7 @@ def stored_encodings(checkpoint: Checkpoint) -> frozenset[str]:
         return frozenset({{"float32": "F32", "float16": "F16"}.get(dtype, "BF16")})
     encodings = frozenset(entry.encoding.name for entry in checkpoint.tensors().values() if len(entry.shape) > 1)
     if (quantization := quantization_of(checkpoint.config)) is not None:
-        return encodings & set(FLOATS) | {encoding_of_scheme(scheme) for _, scheme in quantization.groups}
+        return encodings & set(FLOATS) | {encoding_of_scheme(scheme) for scheme in quantization.schemes}
     return encodings
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import translate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from headrace.errors import CheckpointError
 from headrace.model.formats.safetensors_file import read_json
 
-_INSTEAD = "use the unquantized checkpoint with --quantization int4, int8 or fp8, or one of FP8, AWQ, GPTQ, compressed-tensors"
+INSTEAD = "use the unquantized checkpoint with --quantization int4, int8 or fp8, or one of FP8, AWQ, GPTQ, compressed-tensors"
 _BESIDE = (  # where older tools wrote what config.json does not say, what is in it for sure, and of which method it then is
     ("quantize_config.json", "bits", "gptq"), ("quant_config.json", "w_bit", "awq"),
     ("hf_quant_config.json", "quant_algo", "modelopt"),
@@ -46,24 +46,40 @@ class Scheme:
     zero_offset: int = 0  # added to the zero points that are stored
 
 
+class Modules:
+    """What a list means: an entry is a pattern ("re:", or with *), or a name, a parent's or the end of either. Names are looked
+    up, as there may be thousands on the list and ten times as many in a model."""
+
+    def __init__(self, entries: Collection[str] = ()):
+        patterns = [entry for entry in entries if entry.startswith("re:") or "*" in entry]
+        self._names = frozenset(entries).difference(patterns)
+        self._patterns = [re.compile(entry[3:] if entry.startswith("re:") else translate(entry)) for entry in patterns]
+
+    def have(self, module: str) -> bool:
+        parts = module.split(".")
+        spans = (".".join(parts[first:stop]) for stop in range(len(parts), 0, -1) for first in range(stop))
+        return not self._names.isdisjoint(spans) or any(pattern.match(module) for pattern in self._patterns)
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Of a checkpoint. `groups`: targets and the scheme of each; a target is a module, "re:" and a pattern, or a class."""
+    """Of a checkpoint. `groups`: some of its linear layers and their scheme, each; `rest`: of those that are in none."""
 
     method: str
-    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
-    ignored: tuple[str, ...] = ()
+    groups: tuple[tuple[Modules, Scheme], ...] = ()
+    rest: Scheme | None = None
+    ignored: Modules = field(default_factory=Modules)
 
-    def scheme_of(self, module: str) -> Scheme | None:
-        """Of a linear layer: a group that names it goes before one that means all."""
-        for is_target in (_names, lambda target, _: target == "Linear"):
-            for targets, scheme in self.groups:
-                if any(is_target(target, module) for target in targets):
-                    return scheme
-        return None
+    @property
+    def schemes(self) -> list[Scheme]:
+        return [*(scheme for _, scheme in self.groups), *([self.rest] if self.rest is not None else [])]
 
-    def ignores(self, module: str) -> bool:
-        return any(_names(entry, module) for entry in self.ignored)
+    def scheme_of(self, *names: str) -> Scheme | None:
+        """Of a linear layer: by its name, and by that in its file, where it may be another."""
+        return next((scheme for modules, scheme in self.groups if any(map(modules.have, names))), self.rest)
+
+    def ignores(self, *names: str) -> bool:
+        return any(map(self.ignored.have, names))
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
@@ -73,13 +89,16 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
         return None
     if not isinstance(given, dict):
         raise CheckpointError(f"config.json: quantization_config is {given!r}, wanted an object")
+    if isinstance(inner := given.get("quantization"), dict):  # of ModelOpt's older files
+        given = {**given, **inner}
     method = given.get("quant_method") or given.get("method") or ("modelopt" if "quant_algo" in given else None)
+    method = method.lower().replace("_tensors", "-tensors") if isinstance(method, str) else method
     parse = _METHODS.get(method) if isinstance(method, str) else None
     if method == "mxfp4" and not (config.get("num_local_experts") or config.get("num_experts")):
         parse = None
     if parse is None:
         reason = _REFUSED.get(str(method), f"quantization_config has the method {method!r}")
-        raise CheckpointError(f"config.json: {reason}, which is not supported: {_INSTEAD}")
+        raise CheckpointError(f"config.json: {reason}, which is not supported: {INSTEAD}")
     return parse(_Fields(given, str(method)))
 
 
@@ -94,15 +113,6 @@ def quantization_beside(path: Path, config: Mapping[str, Any]) -> dict[str, Any]
             if isinstance(inner, dict) and inner.get(key) is not None:
                 return {**config, "quantization_config": {"quant_method": method, **inner}}
     return dict(config)
-
-
-def _names(target: str, module: str) -> bool:
-    """Whether an entry of a list means a module: by its pattern, its name, its parent's, or the end of either."""
-    if target.startswith("re:"):
-        return re.match(target[3:], module) is not None
-    if "*" in target:
-        return fnmatchcase(module, target)
-    return f".{target}." in f".{module}."
 
 
 def _most_steps(pattern: str) -> float:
@@ -122,7 +132,7 @@ class _Fields:
 
     def refuse(self, name: str, wanted: str) -> NoReturn:
         value = self.given.get(name)
-        raise CheckpointError(f"config.json: {self.where} quantization: {name} is {value!r}, wanted {wanted}: {_INSTEAD}")
+        raise CheckpointError(f"config.json: {self.where} quantization: {name} is {value!r}, wanted {wanted}: {INSTEAD}")
 
     def one_of(self, name: str, default: Any, *allowed: Any) -> Any:
         """Numbers are not flags: 1 is not True."""
@@ -139,11 +149,19 @@ class _Fields:
             self.refuse(name, "a positive number, or -1 for the whole row")
         return max(value, 0)
 
-    def names(self, name: str) -> tuple[str, ...]:
-        """A list of modules; patterns are compiled to see that they are some."""
+    def names(self, name: str) -> list[str]:
+        """A list of modules."""
         found = self.given.get(name) or []
         if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
             self.refuse(name, "a list of names")
+        return self._checked(name, found)
+
+    def keys(self, name: str) -> list[str]:
+        """Modules that are the names in an object."""
+        return self._checked(name, list(self.inside(name).given))
+
+    def _checked(self, name: str, found: list[str]) -> list[str]:
+        """Patterns are compiled to see that they are some."""
         for each in found:
             try:
                 pattern = re.compile(each.removeprefix("re:") if each.startswith("re:") else "").pattern
@@ -151,7 +169,7 @@ class _Fields:
                 raise CheckpointError(f"config.json: {name} has {each[:200]!r}, no pattern: {error}") from error
             if _most_steps(pattern) > _MOST_STEPS:
                 raise CheckpointError(f"config.json: {name} has {each[:200]!r}, a pattern that takes too long: fewer repeats")
-        return tuple(found)
+        return found
 
     def inside(self, name: str) -> _Fields:
         value = self.given.get(name)
@@ -161,7 +179,7 @@ class _Fields:
 
 
 def _everywhere(fields: _Fields, scheme: Scheme, ignored: str) -> Quantization:
-    return Quantization(fields.where, ((("Linear",), scheme),), fields.names(ignored))
+    return Quantization(fields.where, (), scheme, Modules(fields.names(ignored)))
 
 
 def _fp8(fields: _Fields) -> Quantization:
@@ -224,12 +242,30 @@ def _mxfp4(fields: _Fields) -> Quantization:
 
 
 def _modelopt(fields: _Fields) -> Quantization:
-    kind = fields.one_of("quant_algo", None, "fp8", "nvfp4")
-    scheme = Scheme("fp8", tile=(0, 0))
-    if kind == "nvfp4":
-        grouped = fields.given.get("group_size")
-        scheme = Scheme("nvfp4", 4, (1, 16 if grouped is None else fields.count("group_size")))
-    return _everywhere(fields, scheme, "ignore" if "ignore" in fields.given else "exclude_modules")
+    """One kind everywhere, or layers of several kinds, each named; of the latter some may be of no use here (drafting, vision),
+    so that what is not supported is refused when it is read."""
+    ignored, layers = "ignore" if "ignore" in fields.given else "exclude_modules", "quantized_layers"
+    if fields.one_of("quant_algo", None, *_MODELOPT, "mixed_precision") != "mixed_precision":
+        return _everywhere(fields, _modelopt_scheme(fields), ignored)
+    named: dict[Scheme, list[str]] = {}
+    for name in fields.keys(layers):
+        named.setdefault(_modelopt_scheme(fields.inside(layers).inside(name)), []).append(name)
+    groups = tuple((Modules(names), scheme) for scheme, names in named.items())
+    return Quantization(fields.where, groups, None, Modules(fields.names(ignored)))
+
+
+def _modelopt_scheme(fields: _Fields) -> Scheme:
+    kind = str(fields.given.get("quant_algo"))
+    scheme = _MODELOPT.get(kind.lower(), Scheme(kind.upper()))
+    grouped = scheme.format == "nvfp4" and fields.given.get("group_size") is not None
+    return replace(scheme, tile=(1, fields.count("group_size"))) if grouped else scheme
+
+
+_MODELOPT: Mapping[str, Scheme] = MappingProxyType({
+    "fp8": Scheme("fp8", tile=(0, 0)), "fp8_per_channel_per_token": Scheme("fp8", tile=(1, 0)),
+    "fp8_pb_wo": Scheme("fp8", tile=(128, 128)),
+    "nvfp4": Scheme("nvfp4", 4, (1, 16)), "w4a16_nvfp4": Scheme("nvfp4", 4, (1, 16)),
+})  # fmt: skip
 
 
 def _compressed_tensors(fields: _Fields) -> Quantization:
@@ -237,15 +273,14 @@ def _compressed_tensors(fields: _Fields) -> Quantization:
         inner = fields.given.get(name)
         if inner and (not isinstance(inner, dict) or inner.get(key) not in (None, {}, "dense")):
             fields.refuse(name, "none")
-    groups = []
+    groups, rest = [], None
     for name in fields.inside("config_groups").given:
         group = fields.inside("config_groups").inside(name)
-        if group.given.get("weights") is not None:
-            default = fields.given.get("format")
-            groups.append((group.names("targets"), _compressed_scheme(group, group.given.get("format") or default)))
-    if not groups:
-        fields.refuse("config_groups", "groups with weights")
-    return Quantization(fields.where, tuple(groups), fields.names("ignore"))
+        if group.given.get("weights") is not None:  # else it is about attention and its cache
+            scheme = _compressed_scheme(group, group.given.get("format") or fields.given.get("format"))
+            groups.append((Modules(targets := group.names("targets")), scheme))
+            rest = scheme if rest is None and "Linear" in targets else rest
+    return Quantization(fields.where, tuple(groups), rest, Modules(fields.names("ignore")))
 
 
 def _compressed_scheme(group: _Fields, format_: Any) -> Scheme:

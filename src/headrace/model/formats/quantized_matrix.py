@@ -95,7 +95,9 @@ def scale_role(tile: tuple[int, int] | None, shape: tuple[int, int], *suffixes: 
         return Role(suffixes, of_all)
     if tile == (1, 0):
         return Role(suffixes, of_rows)
-    return Role(suffixes, (Allowed(encodings, (-(-rows // tile[0]), -(-columns // (tile[1] or columns))), tile[0]),))
+    high, wide = -(-rows // tile[0]), -(-columns // (tile[1] or columns))
+    blocks = (Allowed(encodings, (high, 1, wide, 1), tile[0]),) if tile[0] > 1 else ()  # as ModelOpt writes them
+    return Role(suffixes, (Allowed(encodings, (high, wide), tile[0]), *blocks))
 
 
 def by_row(scales: Tensor, count: int, of_all: bool = True) -> Tensor:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from headrace.errors import CheckpointError
 from headrace.model.formats import quantized_fp4, quantized_fp8, quantized_packed, quantized_transposed
-from headrace.model.formats.quantized import Quantization, Scheme
+from headrace.model.formats.quantized import INSTEAD, Quantization, Scheme
 from headrace.model.formats.quantized_matrix import MatrixSource, Part, Read, Role, Rows
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
 from headrace.model.weight import Weight
@@ -55,6 +55,7 @@ def quantized_sources(
     although the config says that it is not.
     """
     found: Sources = {name: entry for name, entry in entries.items() if not name.endswith(_UNUSED)}
+    keys = {entry.name: name for name, entry in entries.items()}  # a text part's tensors have other names in their file
     for name, shape in matrices:
         module = name.removesuffix(".weight")
         marks = [mark for mark in _MARKS if f"{module}.{mark}" in entries]
@@ -62,13 +63,14 @@ def quantized_sources(
         if not marks and (weight is None or weight.encoding.name in FLOATS):
             continue  # missing, or not quantized: the loader says
         first = entries[f"{module}.{marks[0]}"] if marks else entries[name]
-        scheme = quantization.scheme_of(module)
-        if scheme is None or quantization.ignores(module):
+        names = {module, first.name.rpartition(".")[0]}
+        scheme = quantization.scheme_of(*names)
+        if scheme is None or quantization.ignores(*names):
             listed = "is among those that are not quantized" if scheme else "is in none of the groups that are"
             raise CheckpointError(f"{first.file}: there is a tensor {first.name!r}, but by config.json {module!r} {listed}")
         source = _source(module, shape, scheme, entries, first)
         for part in source.parts.values():
-            del found[part.entry.name]
+            del found[keys[part.entry.name]]
         found[name] = source
     return found
 
@@ -76,7 +78,9 @@ def quantized_sources(
 def _source(module: str, shape: tuple[int, int], scheme: Scheme, entries: Entries, first: TensorEntry) -> MatrixSource:
     if not scheme.bits:
         scheme = _by_shapes(module, shape, scheme, entries)
-    format_, parts = _FORMATS[scheme.format], {}
+    format_, parts = _FORMATS.get(scheme.format), {}
+    if format_ is None:
+        raise CheckpointError(f"config.json: {module!r} is quantized by {scheme.format!r}, which is not supported: {INSTEAD}")
     for role, wanted in format_.roles(scheme, shape).items():
         if (part := _part(module, wanted, entries, first)) is not None:
             parts[role] = part
