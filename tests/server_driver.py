@@ -8,8 +8,10 @@ import atexit
 import contextlib
 import json
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -195,11 +197,11 @@ class ServerProcess:
         return Path(self.errors.name).read_text()
 
     def _printed(self, pattern: str) -> str:
-        found = until(lambda: re.search(pattern, self.log()) or self.process.poll() is not None, 60)
+        found = until(lambda: re.search(pattern, self.log()) or self.process.poll() is not None, 120)
         assert not isinstance(found, bool), self.log()
         return found.group(1)
 
-    def wait_ready(self, seconds: float = 90) -> ServerProcess:
+    def wait_ready(self, seconds: float = 120) -> ServerProcess:
         until(lambda: self.process.poll() is not None or self.is_ready(), seconds)
         assert self.process.poll() is None, self.log()
         return self
@@ -257,6 +259,16 @@ class ServerProcess:
         self.kill()
         until(lambda: not any(map(alive, children)), 20)
         self.errors.close()
+
+
+def quiet_port() -> int:
+    """A free port for a server that is to be found there later, or again: none that the kernel gives to whoever asks for any, as the
+    tests beside this one do."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", port := random.randrange(10_000, max(first, 20_000))))
+            return port
 
 
 def processes_of(parent: int, zombies: bool = False) -> Iterator[int]:

@@ -19,7 +19,7 @@ from headrace.errors import CapacityError, CheckpointError
 from headrace.model import hub as hub_files
 from headrace.model.checkpoint import locate_config, resolve_checkpoint
 from loader_files import write_llama_gguf
-from server_driver import SRC
+from server_driver import SRC, quiet_port
 
 WEIGHTS = os.urandom(300_000)
 
@@ -117,9 +117,7 @@ def test_what_cannot_be_pulled(hub, capsys, name, said):
 
 
 def test_without_a_network_it_says_what_there_is(hub, capsys, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]  # nobody listens there afterwards
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{quiet_port()}")
     assert main(["pull", "org/tensors"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert "'org/tensors' cannot be had: ConnectError" in last and "is there a network?" in last

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import stat
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
-from server_driver import SRC, until
+from server_driver import SRC, quiet_port, until
 
 SMALL = ["--device", "cpu", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "4", "--temperature", "0"]
 
@@ -208,9 +207,7 @@ def test_generate_with_streams_in_every_state(model):
 
 def test_a_server_needs_no_stream_at_all(model):
     """As a daemon starts it: what would be printed is lost, and no socket becomes a standard stream."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = quiet_port()
     words = command("serve", model, *SMALL[:-2], "--port", str(port), "--no-standby", "--log-level", "info")
     process = subprocess.Popen(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-", *words], env=environment())
     try:

@@ -16,7 +16,7 @@ from fake_core import FakeSupply
 from fake_engine import FakeEngine
 from headrace.engine.messages import EngineRequest, Outputs
 from played_glass import PlayedGlass, Recording
-from server_driver import ServerProcess, serving, soon
+from server_driver import ServerProcess, quiet_port, serving, soon
 from test_glass import looked_at, params
 
 HIGH = {"width": 1440, "height": 1400}  # drawings that cannot be seen are not drawn
@@ -106,7 +106,7 @@ class Shown:
         await expect(number(self.page, "free")).to_have_text(str(scheduler.pool.num_free))
         label = f"{in_use} of {scheduler.pool.num_blocks} blocks in use, {sum(n > 1 for n in scheduler.pool.refs)} shared"
         await expect(self.page.get_by_role("img", name=label)).to_be_visible()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while await self.page.evaluate(COLOURED) != in_use or await self.page.evaluate(BARS) != scheduler.tree.num_nodes:
                 await asyncio.sleep(0.05)
         metrics = (await self.here.client.get("/metrics")).text
@@ -270,7 +270,7 @@ async def test_each_panel_says_what_is_to_be_seen_on_a_phone_too(browser, record
 
 
 async def test_it_comes_back_after_the_core_and_the_server_are_killed(browser, model):
-    options = ("--api-processes", "2", "--max-model-len", "64", "--no-standby")
+    options = ("--port", str(quiet_port()), "--api-processes", "2", "--max-model-len", "64", "--no-standby")
     async with AsyncExitStack() as stack:
         server = stack.enter_context(ServerProcess(model, *options))
         server.wait_ready()
@@ -291,8 +291,7 @@ async def test_it_comes_back_after_the_core_and_the_server_are_killed(browser, m
         await expect(engine).to_have_attribute("data-status", "live")
         await asyncio.to_thread(server.kill)
         await expect(engine).to_have_attribute("data-status", "lost")
-        port = server.url.rsplit(":", 1)[1]
-        server = stack.enter_context(ServerProcess(model, *options, "--port", port))
+        server = stack.enter_context(ServerProcess(model, *options))
         server.wait_ready()
         await expect(engine).to_have_attribute("data-status", "live")
         await asyncio.to_thread(complete)
