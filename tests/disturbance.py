@@ -32,7 +32,7 @@ def idle(server: ServerProcess) -> dict[str, float]:
         busy = page["headrace:num_requests_running"] or page["headrace:num_requests_waiting"] or page["headrace:kv_cache_usage_perc"]
         return None if busy else page
 
-    return until(whole, 20)
+    return until(whole, 60)
 
 
 def undisturbed(server: ServerProcess, asks: list[Ask]) -> list[Said]:
@@ -49,9 +49,9 @@ def disturbed(
     def on_event() -> None:
         nonlocal count, done
         count += 1
-        if count >= every * (done + 1) and done < times and server.children():
+        if count >= every * (done + 1) and done < times and (pid := server.core()):
             done += 1
-            disturb(server.core())
+            disturb(pid)
             if done == times:
                 let_go()
 

@@ -47,7 +47,7 @@ def test_streams_survive_kills_of_the_core(server, times=2):
     assert after["headrace:engine_poisonous_requests_total"] == 0
     back = [k for k in before if "_total" in k and after[k] < before[k]]
     assert not back, f"counters went back: {back}"
-    assert not list(processes_of(server.process.pid, zombies=True))
+    until(lambda: not list(processes_of(server.process.pid, zombies=True)), 60)
     until(lambda: not leftovers(server), 60)  # the next that stands by is on its way, and has its own until it has connected
 
 
@@ -59,7 +59,7 @@ def test_a_response_in_the_background_survives_kills_of_the_core(server):
     with server.braked() as let_go:
         asked = server.http.post("/v1/responses", json={**body, "background": True}).json()
         url = f"/v1/responses/{asked['id']}"
-        until(lambda: server.http.get(url).json()["status"] == "in_progress", 30)
+        until(lambda: server.http.get(url).json()["status"] == "in_progress", 60)
         for _ in range(2):
             until(lambda: (pid := server.core()) not in [0, *killed] and server.is_ready() and not killed.append(pid), 60)
             os.kill(killed[-1], signal.SIGKILL)
@@ -83,10 +83,10 @@ def test_a_core_that_hangs_is_replaced(server):
 
 def test_readiness_follows_the_core_and_health_does_not(server):
     server.wait_ready()
-    until(lambda: len(server.children()) == 2, 20)  # one on standby
+    until(lambda: len(server.children()) == 2, 60)  # one on standby
     (server.tmp / "load").touch()  # until it has been seen
     os.kill(server.core(), signal.SIGKILL)
-    until(lambda: server.http.get("/ready").status_code == 503, 20)
+    until(lambda: server.http.get("/ready").status_code == 503, 60)
     assert server.http.get("/health").status_code == 200
     (server.tmp / "load").unlink()
     # a request that comes meanwhile waits

@@ -44,7 +44,8 @@ def test_whichever_rank_is_killed_streams_go_on(model, tmp_path):
         pids = both(server)
         assert server.terminate() == 0
         gone(pids)
-    assert not list(tmp_path.glob("headrace-*")) and set(SHARED.iterdir()) == before
+    assert not list(tmp_path.glob("headrace-*"))
+    until(lambda: not set(SHARED.iterdir()) - before, 20)  # others of this machine have files there, too, for a moment
 
 
 def both(server: ServerProcess) -> list[int]:
@@ -59,7 +60,7 @@ def both(server: ServerProcess) -> list[int]:
 
 
 def gone(pids: list[int]) -> None:
-    until(lambda: not any(map(alive, pids)), 10)
+    until(lambda: not any(map(alive, pids)), 30)
 
 
 async def answers(server: ServerProcess, victim: int | None = None, number: int = 0) -> list:
