@@ -38,7 +38,7 @@ class Reader(threading.Thread):
         super().__init__(daemon=True)
         self.server, self.path, self.body, self.text, self.error = server, path, body or {**LONG, **more}, "", None
         self.start()
-        until(lambda: self.text or self.error, 30)
+        until(lambda: self.text or self.error, 60)
 
     def run(self) -> None:
         try:
@@ -60,15 +60,15 @@ def test_sigterm_lets_streams_end(model, tmp_path):
         server.wait_ready()
         reader = Reader(server, n=4)
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: server.http.get("/ready").status_code == 503, 20)
+        until(lambda: server.http.get("/ready").status_code == 503, 60)
         assert server.http.get("/health").status_code == 200
         late = server.http.post("/v1/completions", json=LONG)
         assert late.status_code == 503 and late.json()["error"]["code"] == "draining"
-        until(lambda: "tok/s" in server.log(), 20)
+        until(lambda: "tok/s" in server.log(), 60)
         let_go()
-        reader.join(30)
+        reader.join(60)
         assert reader.error is None and reader.text.endswith("data: [DONE]\n\n") and reader.text.count('"length"') == 4
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         assert not leftovers(tmp_path) and not server.children()
         assert "draining" in server.log()
     events = json.loads(trace.read_text())["traceEvents"]
@@ -78,20 +78,18 @@ def test_sigterm_lets_streams_end(model, tmp_path):
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_second_signal_ends_at_once_and_readers_are_told_why(model, tmp_path, by_hand):
-    with start(model, tmp_path, builder=BRAKED) as server, server.braked():
+    with start(model, tmp_path, "--drain-timeout", "600", builder=BRAKED) as server, server.braked():
         stop = server.interrupt if by_hand else server.process.terminate
         server.wait_ready()
         children = server.children()
         reader = Reader(server, n=8)
         os.kill(server.core(), signal.SIGSTOP)  # it will never end by itself
         stop()
-        until(lambda: "draining: 8 requests run, for at most 30 s; a second signal (Ctrl-C) ends it at once" in server.log(), 20)
-        began = time.monotonic()
+        until(lambda: "draining: 8 requests run, for at most 600 s; a second signal (Ctrl-C) ends it at once" in server.log(), 60)
         stop()
-        assert server.process.wait(30) == 0
-        assert time.monotonic() - began < 15  # and not the 30 s
+        assert server.process.wait(60) == 0  # and not the 600 s
         assert not any(map(alive, children)) and not leftovers(tmp_path)
-        reader.join(20)
+        reader.join(60)
         assert reader.error is None and reader.text.count('"length"') < 8
         assert '"code":"shutting_down"' in reader.text and "engine_dead" not in reader.text
         assert "8 requests are cut off" in server.log() and "Traceback" not in server.log()
@@ -104,13 +102,13 @@ def test_sigterm_lets_what_runs_in_the_background_end(model, tmp_path):
     with start(model, tmp_path, "--log-level", "info", builder=BRAKED) as server, server.braked() as let_go:
         server.wait_ready()
         asked = server.http.post("/v1/responses", json=BEHIND).json()
-        until(lambda: server.http.get(f"/v1/responses/{asked['id']}").json()["status"] == "in_progress", 20)
+        until(lambda: server.http.get(f"/v1/responses/{asked['id']}").json()["status"] == "in_progress", 60)
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: "draining: 1 requests run" in server.log(), 20)
+        until(lambda: "draining: 1 requests run" in server.log(), 60)
         assert server.http.post("/v1/responses", json=BEHIND).status_code == 503
         assert server.http.get(f"/v1/responses/{asked['id']}").json()["status"] == "in_progress"
         let_go()
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         assert f"background {asked['id']} incomplete" in server.log() and "cut off" not in server.log()
 
 
@@ -120,14 +118,14 @@ def test_what_runs_in_the_background_is_cut_off_as_streams_are(model, tmp_path):
         server.wait_ready()
         reader = Reader(server, path="/v1/responses", body={**BEHIND, "stream": True})
         server.process.send_signal(signal.SIGTERM)
-        reader.join(30)
+        reader.join(60)
         assert reader.error is None and '"code":"shutting_down"' in reader.text and "response.failed" in reader.text
-        assert server.process.wait(20) == 0 and "1 requests are cut off" in server.log() and "Traceback" not in server.log()
+        assert server.process.wait(60) == 0 and "1 requests are cut off" in server.log() and "Traceback" not in server.log()
     with start(model, tmp_path, "--drain-timeout", "0.2", builder=BRAKED) as server, server.braked():
         server.wait_ready()
         server.http.post("/v1/responses", json=BEHIND)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0 and "1 background responses are cut off" in server.log()
+        assert server.process.wait(60) == 0 and "1 background responses are cut off" in server.log()
         assert "Traceback" not in server.log() and "never retrieved" not in server.log() and not leftovers(tmp_path)
 
 
@@ -136,11 +134,11 @@ def test_ctrl_c_lets_streams_end(model, tmp_path):
         server.wait_ready()
         reader = Reader(server)
         server.interrupt()
-        until(lambda: "draining: 1 requests run" in server.log(), 20)
+        until(lambda: "draining: 1 requests run" in server.log(), 60)
         let_go()
-        reader.join(30)
+        reader.join(60)
         assert reader.error is None and reader.text.endswith("data: [DONE]\n\n") and reader.text.count('"length"') == 1
-        assert server.process.wait(20) == 0 and not server.children() and not leftovers(tmp_path)
+        assert server.process.wait(60) == 0 and not server.children() and not leftovers(tmp_path)
         assert "Traceback" not in server.log() and "KeyboardInterrupt" not in server.log()
 
 
@@ -152,42 +150,42 @@ def test_any_number_of_ctrl_c_ends_it_well(model, tmp_path):
         for _ in range(4):
             server.interrupt()
         let_go()  # those that come together may be one
-        assert server.process.wait(20) == 0 and "Traceback" not in server.log()
-        until(lambda: not any(map(alive, children)), 20)
-        reader.join(20)
+        assert server.process.wait(60) == 0 and "Traceback" not in server.log()
+        until(lambda: not any(map(alive, children)), 60)
+        reader.join(60)
     (tmp_path / "load").touch()
     with start(model, tmp_path, builder=BRAKED) as server:
-        until(server.children, 20)
+        until(server.children, 60)
         server.interrupt()
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         assert "no request runs" in server.log() and "Traceback" not in server.log() and not leftovers(tmp_path)
 
 
 def test_no_core_outlives_a_killed_server(model, tmp_path):
     with start(model, tmp_path) as server:
         server.wait_ready()
-        children = until(lambda: len(server.children()) == 2 and server.children(), 20)
+        children = until(lambda: len(server.children()) == 2 and server.children(), 60)
         time.sleep(0.2)
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
-        until(lambda: not any(map(alive, children)), 20)
+        until(lambda: not any(map(alive, children)), 60)
         assert not leftovers(tmp_path)
 
 
 def test_a_killed_server_that_was_loading_leaves_nothing(model, tmp_path):
     (tmp_path / "load").touch()
     with start(model, tmp_path, builder=BRAKED) as server:
-        children = until(server.children, 20)
+        children = until(server.children, 60)
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
-        until(lambda: not any(map(alive, children)), 20)
-        until(lambda: not leftovers(tmp_path), 20)
+        until(lambda: not any(map(alive, children)), 60)
+        until(lambda: not leftovers(tmp_path), 60)
 
 
 def test_sigterm_while_loading(model, tmp_path):
     (tmp_path / "load").touch()  # nobody waits until that is done
     with start(model, tmp_path, builder=BRAKED) as server:
-        until(server.children, 20)
+        until(server.children, 60)
         assert server.terminate() == 0
         assert not leftovers(tmp_path)
 
@@ -202,7 +200,7 @@ def test_too_many_deaths_end_the_server(model, tmp_path):
             os.kill(killed[-1], signal.SIGKILL)
         assert server.process.wait(60) == 1
         assert "2 deaths of the core" in server.log()
-        reader.join(20)
+        reader.join(60)
         assert "engine" in reader.text.rpartition('"error"')[2]
         assert not server.children() and not leftovers(tmp_path)
 
@@ -239,8 +237,8 @@ def test_a_core_that_cannot_be_replaced_ends_the_server(model, tmp_path):
         server.wait_ready()
         reader = Reader(server)
         os.kill(server.core(), signal.SIGKILL)
-        assert server.process.wait(30) == 1
-        reader.join(20)
+        assert server.process.wait(60) == 1
+        reader.join(60)
         assert '"code":"engine_dead"' in reader.text and reader.error is None
         assert "3 starts in a row failed" in server.log() and "Resource temporarily unavailable" in server.log()
         assert "Traceback" not in server.log() and not leftovers(tmp_path)
@@ -248,7 +246,7 @@ def test_a_core_that_cannot_be_replaced_ends_the_server(model, tmp_path):
 
 def test_an_http_server_that_fails_ends_the_server(model, tmp_path):
     with start(model, tmp_path, before=HTTP_FAILS) as server:
-        assert server.process.wait(30) == 1
+        assert server.process.wait(60) == 1
         assert "the HTTP server has ended: RuntimeError: no sockets today" in server.log()
         assert not server.children() and not leftovers(tmp_path)
 
