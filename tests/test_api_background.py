@@ -66,12 +66,12 @@ async def test_it_waits_runs_and_ends_without_its_connection():
         assert await shown(server, first["id"]) == first and server.limits.active == 1
         error = error_of(await server.client.post(PATH, json={"model": MODEL, "input": "x", "previous_response_id": first["id"]}))
         assert "in progress" in error["message"]
-        fake.delay = 0.002
+        fake.fail = lambda at: fake.gate.clear()  # no failure: behind the first tokens there is a pause
         fake.gate.set()
-        async with asyncio.timeout(10):
-            while (now := await shown(server, first["id"]))["status"] != "in_progress":
-                await asyncio.sleep(0)
-        assert {**first, "status": "in_progress"} == now
+        await soon(lambda: fake.yielded)
+        assert {**first, "status": "in_progress"} == await shown(server, first["id"])
+        fake.fail = lambda at: None
+        fake.gate.set()
         last = await ended(server, first["id"])
         await server.idle()
         plain = (await server.client.post(PATH, json={"model": MODEL, "input": "hi", **body})).json()
@@ -204,7 +204,7 @@ async def test_who_reads_one_that_is_deleted_reads_its_end():
         reader = asyncio.create_task(read())
         await soon(lambda: len(told) > 3)
         stored = server.app.state.api.responses.find((0, "resp_it"))
-        await soon(lambda: stored.recorder._left < 600)
+        await soon(lambda: stored.recorder._left < 600 and not fake.gate.clear())  # and then nothing more comes
         assert (await server.client.delete(f"{PATH}/resp_it")).status_code == 200
         await reader
         assert told[-1]["type"] == "response.failed" and told[-1]["response"]["status"] == "cancelled"
@@ -477,6 +477,7 @@ async def test_by_the_sdk():
                 taken_up.append(event.sequence_number)
             assert (await events_from_there.get_final_response()).output_text == "word " * 40
         assert taken_up == [e.sequence_number for e in seen[6:]]
+        fake.gate.clear()
         running = await client.responses.create(model=MODEL, input="hi", background=True)
         ends = [await client.responses.cancel(running.id) for _ in range(2)]
         assert [e.status for e in ends] == ["cancelled"] * 2

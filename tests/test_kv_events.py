@@ -27,6 +27,7 @@ from headrace.errors import ParameterError
 from test_cache_index import SIZE, put
 
 END = (-1).to_bytes(8, "big", signed=True)
+NOBODY = 99  # no core's number
 
 
 class Subscriber:
@@ -37,15 +38,15 @@ class Subscriber:
         self.socket.connect(address)
 
     async def next(self) -> tuple[str, int, list]:
-        topic, number, data = await asyncio.wait_for(self.socket.recv_multipart(), 30)
-        return topic.decode(), int.from_bytes(number, "big"), msgspec.msgpack.decode(data)
+        while True:
+            topic, number, data = await asyncio.wait_for(self.socket.recv_multipart(), 30)
+            if (found := msgspec.msgpack.decode(data))[2] != NOBODY:
+                return topic.decode(), int.from_bytes(number, "big"), found
 
     async def joined(self, publisher: Publisher) -> None:
         """Until it is heard: a subscription takes a moment."""
         while not await self.socket.poll(20):
-            publisher.publish(99, BlockEvents(cleared=True))
-        while await self.socket.poll(20):
-            await self.socket.recv_multipart()
+            publisher.publish(NOBODY, BlockEvents(cleared=True))
 
     def close(self) -> None:
         self.context.destroy(linger=0)
