@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
     triton_interpreter.mend()
 
-settings.register_profile("untimed", deadline=None)  # another process may have the core meanwhile
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # another process may have the core meanwhile
 settings.load_profile("untimed")
 
 gc.disable()  # until all files are imported: it would look through what they are again and again

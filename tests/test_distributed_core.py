@@ -154,7 +154,7 @@ class Front:
 
     async def restarted(self, times: int) -> None:
         """A stream that has got all its tokens may end before the end of its core is seen."""
-        await soon(lambda: self.client.restarts >= times, 30)
+        await soon(lambda: self.client.restarts >= times, 60)
         assert self.client.restarts == times
 
 
@@ -171,7 +171,7 @@ async def front(model, monkeypatch) -> AsyncIterator[tuple[Front, Far]]:
     finally:
         pids = host.pids
         await front.client.close()
-        until(lambda: not any(map(alive, pids)) and not list(processes_of(os.getpid(), zombies=True)), 10)
+        until(lambda: not any(map(alive, pids)) and not list(processes_of(os.getpid(), zombies=True)), 30)
         for wire in host.wires:
             await wire.close()
 
@@ -198,7 +198,7 @@ async def test_a_core_whose_load_is_always_killed_ends_the_front_with_its_reason
     front = Front(model, host, "one_builder:build")
     await front.client.start()
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             why = r"3 starts in a row failed; the last: exit code -9, on 127\.0\.0\.1, before its model was loaded"
             with pytest.raises(EngineDeadError, match=why):
                 await front.client.wait_loaded()
@@ -252,7 +252,7 @@ async def test_a_machine_without_the_model_is_an_error_that_names_both(model, tm
     monkeypatch.chdir(tmp_path)
     await front.client.start()
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             with pytest.raises(EngineDeadError, match=rf"(?s){Path(model).name}.*on 127\.0\.0\.1"):
                 await front.client.wait_loaded()
     finally:

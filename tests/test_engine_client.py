@@ -550,7 +550,7 @@ async def test_a_process_that_is_killed_while_it_loads_ends_the_engine(model, tm
     client = EngineClient(EngineConfig(model=model, device="cpu"), limits, builder="one_builder:build")
     await client.start()
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             with pytest.raises(EngineDeadError, match="3 starts in a row failed; the last: exit code -9, before its model"):
                 await client.wait_loaded()
     finally:
@@ -588,7 +588,7 @@ async def test_a_core_that_cannot_start_says_why_and_ends(tmp_path, monkeypatch,
     try:
         core.begin(EngineConfig(device="cpu"))
         core.listen(lambda message: None)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert await core.process.wait() == code
             while core.fatal is None and words is not None:  # on its way
                 await asyncio.sleep(0.001)
@@ -661,7 +661,7 @@ async def test_a_standby_has_what_it_needs_when_it_is_needed(tmp_path, monkeypat
         supply.prepare(0, 0.0)  # as after a death
         core.begin(EngineConfig(device="cpu"))
         core.listen(lambda message: None)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await core.process.wait()
             while core.fatal is None:  # on its way
                 await asyncio.sleep(0.001)

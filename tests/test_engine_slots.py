@@ -310,7 +310,7 @@ async def test_a_balancer_hears_of_cores_and_chooses_among_those_that_are_open(s
 
 async def test_it_is_ready_when_one_core_is(supply, alone):
     fleet = await Fleet(supply, 3).start(1)
-    info = await asyncio.wait_for(fleet.client.wait_loaded(), 5)
+    info = await asyncio.wait_for(fleet.client.wait_loaded(), 20)
     status = fleet.client.status()
     assert info.max_model_len == fleet.client.max_model_len == 64
     assert status.loaded and status.alive and status.progressing and status.num_cores == 3
@@ -335,7 +335,7 @@ async def test_a_mistake_in_the_options_ends_all_at_once(supply):
     fleet.core(1).fatal = Fatal("no such card", True)
     await fleet.die(1, 2)
     with pytest.raises(EngineDeadError, match="no such card"):
-        await asyncio.wait_for(fleet.client.wait_loaded(), 5)
+        await asyncio.wait_for(fleet.client.wait_loaded(), 20)
     assert fleet.client.gave_up_with == ["no such card"] and not fleet.client.status().alive
     await fleet.client.close()
 

@@ -297,7 +297,7 @@ async def test_who_looks_does_not_keep_the_server_from_ending(supply):
         viewer = hub.open(0)
         await viewer.next()
         client.draining = True
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while await viewer.next():
                 pass
         hub.close(viewer)

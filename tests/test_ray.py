@@ -34,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
 
 def test_streams_survive_a_core(cluster, model, tmp_path):
     with serve(cluster, model, tmp_path, "--data-parallel-size", "2") as server:
-        until(lambda: "2 of 2 cores are ready" in server.log(), 60)
+        until(lambda: "2 of 2 cores are ready" in server.log(), 120)
         want = streams(server)
 
         def kill() -> None:
@@ -47,7 +47,7 @@ def test_streams_survive_a_core(cluster, model, tmp_path):
         page = server.metrics()
         assert page["headrace:engine_restarts_total"] == 1 and page["headrace:engine_poisonous_requests_total"] == 0
         assert server.terminate() == 0
-    until(lambda: not cluster.cores(), 10)
+    until(lambda: not cluster.cores(), 30)
 
 
 def test_an_address_where_no_head_is_is_an_error_in_seconds(monkeypatch, capsys):

@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 def gone(pids: list[int]) -> None:
-    until(lambda: not any(map(alive, pids)), 10)
+    until(lambda: not any(map(alive, pids)), 30)
 
 
 def test_two_processes_say_what_one_says(model):
