@@ -126,6 +126,19 @@ def test_where_the_output_obeys_from_its_first_token():
     assert closed.engine.params[-1].structured_outputs.kind == "json"
 
 
+def test_a_thought_that_the_prompt_opens_whatever_the_switches_say_ends_before_the_answer():
+    """Models that only reason have no switch."""
+    schema = FORMAT["json_schema"]["schema"]
+    form = {"type": "json_schema", "schema": schema}
+    api = api_of('hm</think>\n\n{"name": "Rome"}', TEMPLATE + "{# </think> #}<think>\n")
+    message = api.ok("/v1/chat/completions", {"messages": HI, "response_format": FORMAT, "reasoning_effort": "none"})["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("hm", '{"name": "Rome"}')
+    matcher = compiled(grammar=api.engine.params[-1].structured_outputs.grammar)
+    assert takes(matcher, 'hm</think>\n\n{"name": "Rome"}') and not takes(matcher, '{"name": "Rome"}')
+    blocks = api.ok("/v1/messages", {"messages": HI, "max_tokens": 99, "output_config": {"format": form}})["content"]
+    assert [(block["type"], block.get("thinking", block.get("text"))) for block in blocks] == [("thinking", "hm"), ("text", '{"name": "Rome"}')]
+
+
 class HarmonyTokenizer(ByteTokenizer):
     """The markers of gpt-oss are tokens of their own."""
 

@@ -15,6 +15,7 @@ from headrace.api.structured import Structure
 from headrace.conversation.answer import AnswerParser, special_id
 from headrace.conversation.events import CallArguments, CallBegin, Event, Text
 from headrace.conversation.reasoned_grammar import answer_alone, behind_reasoning
+from headrace.conversation.reasoning import REASONING_FORMATS
 from headrace.conversation.tagged_grammar import NotStrict
 from headrace.conversation.tool_formats import JsonListParser, NamedCallParser
 from headrace.conversation.tool_grammar import FREE_FORMATS, JSON_FORMATS, Tool, calls_or_answer, forced_calls, free_calls
@@ -135,10 +136,12 @@ class ToolPolicy:
 
     def behind_reasoning(self, spec: Structure | None, prompt_end: str, kwargs: Mapping[str, Any]) -> Structure | None:
         """A constraint of joined() for a format of the answer, where the model may reason before that: not if the switches of
-        its template, `kwargs`, are off. gpt-oss has none, and its answer is in a message in any case."""
+        its template, `kwargs`, are off and have an effect. gpt-oss has none, and its answer is in a message in any case."""
         kind = self.ctx.answer_format.reasoning
-        off = kind != "openai_gptoss" and False in (kwargs.get("enable_thinking"), kwargs.get("thinking"))
-        if spec is None or kind is None or off or self.forced or spec.field == "structured_outputs":
+        if spec is None or kind is None or self.forced or spec.field == "structured_outputs":
+            return spec
+        able = kind == "openai_gptoss" or REASONING_FORMATS[kind].opened_by(prompt_end)
+        if not able and False in (kwargs.get("enable_thinking"), kwargs.get("thinking")):
             return spec
         schema = _of_answer(spec)
         plain = spec.value if self.or_answer else None if schema is None else answer_alone(schema)
