@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fake_engine import TEMPLATE, FakeEngine
 from headrace.api.ollama_input import Call, CallFunction, Message, conversation
 from server_driver import LOOP, MODEL, Api
+from structured_driver import compiled, takes
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {
@@ -214,7 +215,7 @@ def test_what_has_no_effect_is_named():
     ("chat", {"options": {"stop": [""]}}, "options.stop"), ("chat", {"options": {"stop": 5}}, "options.stop"), ("chat", {"options": []}, "options"),
     ("chat", {"options": {"seed": 2**70}}, "options.seed"), ("chat", {"options": {"num_predict": -3}}, "options.num_predict"),
     ("chat", {"format": "xml"}, "format"), ("chat", {"format": 5}, "format"), ("chat", {"think": "hard"}, "think"),
-    ("chat", {"think": True, "format": "json"}, "think"), ("chat", {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ("chat", {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
     ("chat", {"top_logprobs": 2}, "top_logprobs"), ("chat", {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     ("chat", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"), ("chat", {"messages": [{"content": "x"}]}, "messages[0].role"),
     ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
@@ -245,7 +246,7 @@ def test_thinking_is_on_where_the_model_can(think, shown):
     for ask in (chat, generate):
         ask(api, think=think)
         assert prompt(api) == shown + "|hi"
-    chat(api, format="json")
+    chat(api, format="json", think=False)
     assert prompt(api) == "False|False||hi"
 
 
@@ -259,10 +260,23 @@ def test_thinking_of_a_model_that_cannot():
 
 def test_formats():
     api = make('{"a": 1}')
-    both_ways(api, format="json")
+    both_ways(api, format="json", think=False)
     assert api.engine.params[-1].structured_outputs.json_object
-    both_ways(api, generate, format={"type": "object"})
+    both_ways(api, generate, format={"type": "object"}, think=False)
     assert api.engine.params[-1].structured_outputs.json == {"type": "object"}
+    both_ways(api, generate, format="json", raw=True)
+    assert api.engine.params[-1].structured_outputs.json_object
+
+
+@pytest.mark.parametrize("think", [None, True])
+def test_a_format_holds_for_what_comes_behind_the_thought(think):
+    api = make('<think>hm</think>\n{"a": 1}')
+    for ask in (chat, generate):
+        found = both_ways(api, ask, format={"type": "object"}, think=think)
+        said = found.message if ask is chat else found
+        assert (said.thinking, said.content if ask is chat else said.response) == ("hm", '{"a": 1}')
+        matcher = compiled(grammar=api.engine.params[-1].structured_outputs.grammar)
+        assert takes(matcher, '<think>hm</think>\n{"a": 1}') and not takes(matcher, "hm")
 
 
 def test_raw_and_system():

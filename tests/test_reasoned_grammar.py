@@ -117,7 +117,7 @@ def test_where_the_output_obeys_from_its_first_token():
         ("/v1/messages", {"messages": HI, "max_tokens": 9, "output_config": {"format": {"type": "json_schema", "schema": schema}}}),
         ("/v1/chat/completions", {"messages": HI, "response_format": FORMAT, "reasoning_effort": "none"}),
         ("/v1/chat/completions", {"messages": HI, "response_format": FORMAT, "chat_template_kwargs": {"enable_thinking": False}}),
-        ("/api/chat", {"messages": HI, "format": schema, "stream": False}),
+        ("/api/chat", {"messages": HI, "format": schema, "stream": False, "think": False}),
     ):
         api.ok(path, body)
         assert api.engine.params[-1].structured_outputs.kind == "json", path
@@ -157,3 +157,6 @@ def test_gpt_oss_has_no_switch_and_answers_in_a_message():
     assert "analysis" in api.engine.params[-1].structured_outputs.grammar
     answer = api.ok("/v1/chat/completions", {"messages": HI, "response_format": {"type": "json_object"}, "reasoning_effort": "none"})
     assert "analysis" in api.engine.params[-1].structured_outputs.grammar and answer["choices"][0]["message"]["content"] == ANSWER
+    for think in (None, False, "low"):
+        answer = api.ok("/api/chat", {"messages": HI, "format": SCHEMA, "stream": False, "think": think})
+        assert "analysis" in api.engine.params[-1].structured_outputs.grammar and answer["message"]["content"] == ANSWER

@@ -54,7 +54,7 @@ async def chat(ctx: ApiContext, request: Request) -> Response:
     if not messages:
         return _loaded(model, {"message": _message("")})
     ids, end = await prompt_of(ctx, messages, policy.tools, kwargs)
-    return await _answered(ctx, request, body, (model, ids, end, "messages"), policy, params)
+    return await _answered(ctx, request, body, (model, ids, end, "messages"), policy, kwargs, params)
 
 
 async def generate(ctx: ApiContext, request: Request) -> Response:
@@ -69,10 +69,10 @@ async def generate(ctx: ApiContext, request: Request) -> Response:
         ctx.check_length(text, name)
     if body.raw:
         [ids] = await ctx.tokenize([prompt], special=True, field="prompt")
-        return await _answered(ctx, request, body, (model, ids, "", "prompt"), None, params)
+        return await _answered(ctx, request, body, (model, ids, "", "prompt"), None, {}, params)
     messages = [{"role": "system", "content": body.system}] if body.system else []
     ids, end = await prompt_of(ctx, [*messages, {"role": "user", "content": prompt}], None, kwargs)
-    return await _answered(ctx, request, body, (model, ids, end, "prompt"), policy, params)
+    return await _answered(ctx, request, body, (model, ids, end, "prompt"), policy, kwargs, params)
 
 
 def _checked(ctx: ApiContext, request: Request, body: GeneratingRequest) -> tuple[str, SamplingParams]:
@@ -94,11 +94,12 @@ def _loaded(model: str, said: dict[str, Any]) -> Response:
 
 async def _answered(
     ctx: ApiContext, request: Request, body: GeneratingRequest, rendered: tuple[str, list[int], str, str],
-    policy: ToolPolicy | None, params: SamplingParams,
+    policy: ToolPolicy | None, kwargs: dict[str, Any], params: SamplingParams,
 ) -> Response:  # fmt: skip
-    """`rendered`: the model's name, the prompt, its end and its field. Without a policy all text is the answer."""
+    """`rendered`: the model's name, the prompt, its end and its field; `kwargs`: the template's switches. Without a policy all
+    text is the answer."""
     model, ids, end, field = rendered
-    spec = structure(body) if policy is None else policy.joined(structure(body))
+    spec = structure(body) if policy is None else policy.behind_reasoning(policy.joined(structure(body)), end, kwargs)
     params = constrain(ctx, params, spec)
     check_fan_out(ctx, 1, params)
     if params.max_tokens is not None and params.max_tokens > ctx.engine.max_model_len - len(ids):

@@ -215,17 +215,15 @@ def structure(body: GeneratingRequest) -> Structure | None:
 
 
 def thinking_kwargs(ctx: ApiContext, body: GeneratingRequest, model: str) -> dict[str, Any]:
-    """A model that can think does unless it is told not to, or a format leaves no room for it."""
+    """A model that can think does unless it is told not to."""
     think, able = body.think, ctx.answer_format.reasoning is not None
     if isinstance(think, str) and think not in EFFORTS:
         raise invalid("think", f"got {think[:100]!r}, allowed: true, false, {', '.join(EFFORTS)}.")
     if think and not able:
         raise invalid("think", f"{model!r} does not support thinking.", "unsupported_parameter")
-    if think and body.format:
-        raise invalid("think", "a format holds for all that is written, so that there is no thinking beside it.")
     if not able:
         return {}
-    on = not body.format if think is None else think is not False
+    on = think is not False
     return {"enable_thinking": on, "thinking": on} | ({"reasoning_effort": think} if isinstance(think, str) else {})
 
 
