@@ -126,6 +126,15 @@ def test_without_a_network_it_says_what_there_is(hub, capsys, monkeypatch):
             locate_config(wanted) if wanted.model else resolve_checkpoint(wanted)
 
 
+@pytest.mark.parametrize("words", [["list"], ["rm", "org/one-GGUF"], ["pull", "org/one-GGUF"], ["run", "org/one-GGUF"]])
+def test_a_cache_that_cannot_be_read_is_named(hub, capsys, monkeypatch, tmp_path, words):
+    """By the one refusal that holds for every user, root too."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / ("n" * 300)))
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / ("n" * 300)), raising=False)
+    assert main(words) == 1
+    assert re.search("^headrace: .*n{300}", capsys.readouterr().err, re.MULTILINE) and not list(tmp_path.iterdir())
+
+
 def test_what_does_not_fit_is_not_begun(hub, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 300_000, hub_files.SPARE + 299_999))
     assert main(["pull", "org/tensors"]) == 1

@@ -65,6 +65,9 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list:
         ("{tmp}", r"has no config\.json"),
         ("{tmp}/file.bin", r"neither a directory nor a \.gguf file"),
         ("https://huggingface.co/Qwen/Qwen3-8B", r"^https://huggingface.co/Qwen/Qwen3-8B is an address: .* ORGANIZATION/MODEL"),
+        ("~no-such-user/model", r"directory ~no-such-user/model does not exist"),
+        ("n" * 300, r"^n{200}: cannot be read: File name too long$"),
+        ("{tmp}/" + "n" * 300 + ".gguf", r": cannot be read: File name too long$"),
         ("not a hub id!", r"directory not a hub id! does not exist, and .* is no Hub id"),
     ],
 )
@@ -228,6 +231,17 @@ def test_nothing_of_a_directory_is_executed(tmp_path: Path):
     known = resolve(write_directory(tmp_path / "n", {**CONFIG, "auto_map": config["auto_map"]}))
     assert known.config["architectures"] == ["LlamaForCausalLM"]
     assert "evil" not in sys.modules
+
+
+def test_a_user_without_a_name_and_a_home_has_that_of_a_container(monkeypatch: pytest.MonkeyPatch):
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "HEADRACE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    assert cache_dir() == Path("/.cache/headrace")
+    assert resolve_checkpoint(EngineConfig()).name == embedded.NAME
 
 
 def test_the_embedded_model_is_found_or_its_command_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -25,7 +25,7 @@ def keep_bytecode() -> None:
     spec = importlib.util.find_spec(LARGE)
     if spec is None or spec.origin is None or is_kept(Path(spec.origin)):
         return
-    with contextlib.suppress(OSError, RuntimeError):  # no place, or no home: each start compiles
+    with contextlib.suppress(OSError):  # no place: each start compiles
         folder = cache_dir() / "bytecode"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

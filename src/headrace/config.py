@@ -256,7 +256,8 @@ def cache_dir() -> Path:
     """Where Headrace keeps files of its own: HEADRACE_CACHE, or `headrace` in the user's cache directory."""
     if chosen := os.environ.get("HEADRACE_CACHE"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+    home = os.path.expanduser("~")  # stays so where HOME is not set and the user has no name: containers say / then
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("/" if home == "~" else home, ".cache")) / "headrace"
 
 
 def keep_bytecode_in(folder: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from headrace.cli.options import LogOptions, add_options
+from headrace.errors import HeadraceError
 from headrace.model.hub import in_bytes, tag_of
 
 SPANS = ((86400 * 365, "years"), (86400 * 30, "months"), (86400, "days"), (3600, "hours"), (60, "minutes"))
@@ -53,6 +54,8 @@ def repositories() -> list[Any]:
         return [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
     except CacheNotFound:
         return []
+    except OSError as error:
+        raise HeadraceError(f"{error.filename}: cannot be read: {error.strerror}") from None
 
 
 def files_of(repo: Any) -> list[Any]:

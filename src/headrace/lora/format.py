@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def read_files(directory: Path) -> Files:
 def examine(directory: str | Path, modules: Mapping[str, Size], max_rank: int) -> Version:
     """Whether an adapter can run with a model of these `modules` (see `modules_of`), by its configuration and its tensors'
     shapes; then its content is named. Raises CheckpointError that says what is wrong with which file."""
-    directory = Path(directory).expanduser().absolute()
+    directory = Path(os.path.expanduser(directory)).absolute()
     for name in (CONFIG, TENSORS):
         try:
             there, pickled = (directory / name).is_file(), (directory / "adapter_model.bin").exists()

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -84,23 +84,34 @@ def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
     Raises CheckpointError that says which file is missing where.
     """
     name = config.model
-    if config.revision is not None and (name is None or Path(name).expanduser().exists()):
+    if config.revision is not None and (name is None or os.path.exists(os.path.expanduser(name))):
         raise ParameterError("revision", config.revision, "nothing for a local model: only the Hub has revisions")
-    path = embedded_model_path() if name is None else _locate(name, config, hub.FILES)
-    gguf_path = _gguf_file(path, config.load_format)
-    if gguf_path is not None:
-        checkpoint = _from_gguf(name or NAME, gguf_path, config)
-    else:
-        checkpoint = _from_directory(str(name), path, config)
-    if config.tokenizer is None:
-        return checkpoint
-    elsewhere = dataclasses.replace(config, revision=None)  # the revision is the model's
-    return dataclasses.replace(checkpoint, tokenizer_path=_locate(config.tokenizer, elsewhere, ["*.json", "*.jinja"]))
+    with _readable():
+        path = embedded_model_path() if name is None else _locate(name, config, hub.FILES)
+        gguf_path = _gguf_file(path, config.load_format)
+        if gguf_path is not None:
+            checkpoint = _from_gguf(name or NAME, gguf_path, config)
+        else:
+            checkpoint = _from_directory(str(name), path, config)
+        if config.tokenizer is None:
+            return checkpoint
+        elsewhere = dataclasses.replace(config, revision=None)  # the revision is the model's
+        return dataclasses.replace(checkpoint, tokenizer_path=_locate(config.tokenizer, elsewhere, ["*.json", "*.jinja"]))
 
 
 def locate_config(config: EngineConfig) -> Path:
     """Where `config.model`, a directory, a .gguf file or a Hub id, lies; of the Hub's its JSON files alone are fetched."""
-    return _locate(str(config.model), config, ["*.json"])
+    with _readable():
+        return _locate(str(config.model), config, ["*.json"])
+
+
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    """A name of too many characters, a directory that is not ours to enter: whatever the system refuses is named."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename!s:.200}: cannot be read: {error.strerror}") from error
 
 
 def _from_gguf(name: str, path: Path, config: EngineConfig) -> Checkpoint:
@@ -162,7 +173,7 @@ def _locate(name: str, config: EngineConfig, patterns: list[str]) -> Path:
     """The local directory or file for a path or a Hub id."""
     if "://" in name:
         raise CheckpointError(f"{name} is an address: a model of the Hub is named ORGANIZATION/MODEL, as in Qwen/Qwen3-8B")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return _snapshot_of_cache_root(path)
     if path.is_file():

@@ -63,7 +63,7 @@ class Pull(NamedTuple):
 
     def partial(self, etag: str, file: str) -> list[Path]:
         """What there is of a file; `etag`: of this content, or * for any."""
-        return list(self.blobs.glob(f"{etag}.{glob.escape(file)}.headrace"))
+        return [Path(path) for path in glob.glob(f"{glob.escape(str(self.blobs))}/{etag}.{glob.escape(file)}.headrace")]
 
 
 def split_name(name: str) -> tuple[str, str | None]:
@@ -115,12 +115,12 @@ def is_cached(name: str) -> bool:
 
     repo, tag = split_name(name)
     snapshots = Path(constants.HF_HUB_CACHE) / ("models--" + repo.replace("/", "--")) / "snapshots"
-    return any(tag is None or tagged(folder, tag) for folder in snapshots.glob("*"))
+    return any(tag is None or tagged(Path(folder), tag) for folder in glob.glob(f"{glob.escape(str(snapshots))}/*"))
 
 
 def free_bytes(path: Path) -> int:
     """Of the disk that `path` is or will be on."""
-    while not path.exists() and path != path.parent:
+    while not os.path.exists(path) and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
 
