@@ -11,6 +11,7 @@ and the kernels with their references in torch (of which kernels/prepare.py make
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 SRC = Path(__file__).resolve().parent.parent / "src" / "headrace"
@@ -59,4 +60,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` takes the first lines alone
     main()
