@@ -336,6 +336,19 @@ def test_a_model_with_tools_and_a_format_calls_or_answers(strict, said):
         assert not choice["message"].get("tool_calls")
 
 
+@pytest.mark.parametrize("form", ["llama3_json", "llama4_pythonic", "hermes"])
+@pytest.mark.parametrize("rest", ['{"x": 1}}', '{"x": 1}, "why": "so"}', '[1, 2], "why": "so"}', '"y'])
+def test_an_answer_that_looks_like_a_call_to_what_is_no_tool(form, rest):
+    """As of agents that say in JSON of their own what is to be done."""
+    said = '{"name": "Rome", "parameters": ' + rest
+    api = Api(FakeEngine(script=lambda ids, params: said, supports_structured=True), tool_parser=form)
+    body = {"messages": HI, "tools": BODY_TOOLS, "response_format": {"type": "json_object"}}
+    message = api.ok("/v1/chat/completions", body)["choices"][0]["message"]
+    assert message["content"] == said and "tool_calls" not in message
+    deltas = [choice["delta"] for chunk in api.events("/v1/chat/completions", body) for choice in chunk["choices"]]
+    assert "".join(delta.get("content", "") for delta in deltas) == said and not any("tool_calls" in delta for delta in deltas)
+
+
 def test_a_format_beside_calls_that_are_forced_or_have_no_grammar():
     """There is no answer that it could be of; or no call."""
     api = api_of("hermes", WRITTEN["hermes"])

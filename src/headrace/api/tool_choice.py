@@ -186,8 +186,9 @@ class ToolPolicy:
             return AnswerReader(self, None)
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
         parser = form.parser(
-            prompt_end, reasoning=not plain, tools=bool(self.tools), constrained=self.strict, schemas=schemas
-        )
+            prompt_end, reasoning=not plain, tools=bool(self.tools), constrained=self.strict, or_answer=self.or_answer,
+            schemas=schemas,
+        )  # fmt: skip
         return AnswerReader(self, parser)
 
 

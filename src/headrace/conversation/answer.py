@@ -55,17 +55,17 @@ class AnswerFormat:
 
     def parser(
         self, prompt: str = "", *, reasoning: bool = True, tools: bool = True, constrained: bool = False,
-        schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        or_answer: bool = False, schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> AnswerParser:  # fmt: skip
         """A parser for one output. `prompt` (its end is enough) tells whether the output begins in reasoning.
 
-        `constrained`: the calls obey a grammar. `schemas`: what the tools' arguments are."""
+        `constrained`: the calls obey a grammar, `or_answer`: or an answer does. `schemas`: what the tools' arguments are."""
         thoughts = ReasoningParser(self.reasoning, prompt) if reasoning and self.reasoning else None
         reader = TOOL_PARSERS[self.tools]() if tools and self.tools else None
         if isinstance(reader, HarmonyParser) or (thoughts is not None and self.reasoning == "openai_gptoss"):
             reader, thoughts = HarmonyParser(prompt=prompt, calls=reader is not None, reasons=thoughts is not None), None
         if reader is not None:
-            reader.constrained, reader.schemas = constrained, schemas or {}
+            reader.constrained, reader.or_answer, reader.schemas = constrained, or_answer, schemas or {}
         return AnswerParser(thoughts, reader)
 
 

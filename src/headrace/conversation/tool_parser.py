@@ -54,6 +54,7 @@ class ToolParser(PieceReader):
     markers: tuple[str, ...] = ()  # of these some may be special tokens: then the text must be decoded with them
     unmarked = ""  # the characters that calls without a marker begin with, at the beginning of the output
     constrained = False  # the calls obey a grammar of tool_grammar
+    or_answer = False  # by which an answer in JSON may stand for them: it may look like a call, but not to one of the tools
     streams = False  # the arguments in JSON objects are given out as they come, once they are long
     in_reasoning = False  # a call within the reasoning is one: its markers are nothing that is thought
     schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # a tool's name -> what its arguments are
@@ -155,9 +156,12 @@ class ToolParser(PieceReader):
             call = read_call(text, self.argument_keys)
         except (ValueError, RecursionError):
             call = None
-        if call is None or (needs_arguments and not has_arguments(text, self.argument_keys)):
+        if call is None or not self._may_call(call[0]) or (needs_arguments and not has_arguments(text, self.argument_keys)):
             raise NotACall
         self._call(*call)
+
+    def _may_call(self, name: str) -> bool:
+        return not self.or_answer or name in self.schemas
 
     def _list(self) -> Reading[None]:
         """Calls as objects in a list whose bracket has been taken. Raises NotACall."""
@@ -175,7 +179,7 @@ class ToolParser(PieceReader):
         taken = sum(map(len, pieces))
         so_far = "".join(pieces) + self._text[self._at :]
         head = _HEAD.match(so_far, 0, _MAX_HEAD)
-        if head is None:
+        if head is None or not self._may_call(head[1]):
             return False
         self._taken.append(so_far[taken : head.end()])
         self._text, self._at = so_far[head.end() :], 0
