@@ -293,7 +293,22 @@ async def test_a_deadline_cuts_it_as_it_does_a_stream():
             some = await ended(server, "resp_it")
             text = some["output"][0]["content"][0]["text"]
             assert some["status"] == "incomplete" and 0 < len(text) < 3996 and ("text" * 999).startswith(text)
+        last = parse_events(answer.text)[-1]
+        assert (last["type"], last["response"]) == ("response.incomplete", some), "who reads it reads its end"
         await server.idle()
+
+
+async def test_a_readers_own_deadline_is_told_him():
+    fake = engine("text" * 999, bursts=1)
+    async with serving(fake) as server:
+        fake.gate.clear()
+        reader = asyncio.create_task(server.client.post(PATH, json={"model": MODEL, "input": "hi", "background": True, "stream": True, "request_id": "it"}))
+        await soon(lambda: fake.active)
+        answer = await server.client.get(f"{PATH}/resp_it?stream=true", headers={"x-request-timeout": "0.1"})
+        assert [e["type"] for e in parse_events(answer.text)] == ["response.created", "response.queued", "error"]
+        assert parse_events(answer.text)[-1]["code"] == "timeout"
+        fake.gate.set()
+        assert parse_events((await reader).text)[-1]["type"] == "response.completed"
 
 
 async def test_what_fails_says_so():

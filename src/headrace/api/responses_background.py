@@ -19,7 +19,7 @@ from starlette.types import Message
 from headrace.api.context import ApiContext
 from headrace.api.errors import ApiError, as_api_error, unsupported
 from headrace.api.generation import Answer, Generation, StreamedAnswer, seconds_left
-from headrace.api.lifeline import Lifeline
+from headrace.api.lifeline import DeadlinePassed, Lifeline
 from headrace.api.response_store import ResponseStore, Stored
 from headrace.api.sse import DIRECT, EventStream, named_event
 
@@ -139,12 +139,15 @@ class Following(Generation):
     """The events of a recorder from one on, and those to come, for one reader."""
 
     def __init__(self, ctx: ApiContext, request: Request, recorder: Recorder, begin: int, before: bytes = b""):
-        """`before`: those before `begin`, for whoever must have them, kept or not: they have the response's id."""
+        """`before`: those before `begin`, for whoever asked for the response and must have them, kept or not: they have its
+        id. The deadline that he gave is the response's."""
         super().__init__(ctx, request, Followed(ctx, None, ""))
         self.recorder, self.next, self.before = recorder, begin, before
+        if before:
+            self.line = Lifeline(request.receive, None)
 
     async def run(self, stream: EventStream | None) -> None:
-        assert stream is not None
+        assert stream is not None and isinstance(self.answer, Followed)
         recorder = self.recorder
         if self.before:
             await stream.write(self.before)
@@ -153,6 +156,7 @@ class Following(Generation):
                 self.next += len(part)
                 await stream.write(b"".join(part))
             elif recorder.ended:
+                self.answer.told = True
                 return
             else:
                 await recorder.news()
@@ -162,8 +166,10 @@ class Following(Generation):
 class Followed(Answer):
     """What a reader is told beside the events, which say all the rest."""
 
+    told = False  # all of them
+
     def closing(self) -> bytes:
-        return b""
+        return b"" if self.told else self.failure(DeadlinePassed())
 
     def failure(self, error: ApiError) -> bytes:
         fields = {"type": "error", "code": error.code or "server_error", "message": error.message, "param": error.param}
