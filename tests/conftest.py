@@ -34,17 +34,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_lives_stays() -> None:
+def begun_anew() -> None:
     """An engine that is closed collects garbage, and would each time look through a million objects of what has been imported, half a
     second long: of all that is there before a file's first test, nothing becomes garbage."""
     gc.enable()
     gc.collect()
     gc.freeze()
+    torch.manual_seed(0)  # for what the file makes once
 
 
 @pytest.fixture(autouse=True)
-def memory_goes_back() -> Iterator[None]:
-    """Several workers share a card: none keeps what its last test has freed."""
+def of_no_other() -> Iterator[None]:
+    """Several workers share a card: none keeps what its last test has freed. And what a test draws without a seed of its own does not
+    depend on the files that its worker has had before."""
+    torch.manual_seed(0)
     yield
     if torch.cuda.is_available():
         gc.collect()
