@@ -129,10 +129,10 @@ async def after_a_silence(engine: FakeEngine, path: str, body: dict[str, Any], s
         reader, writer = await server.connect(path, body)
         data = b""
         while data.count(sign) < 3:
-            data += await asyncio.wait_for(reader.read(2**16), 5)
+            data += await asyncio.wait_for(reader.read(2**16), 20)
         engine.gate.set()
         while not data.endswith(b"0\r\n\r\n"):
-            data += await asyncio.wait_for(reader.read(2**16), 5)
+            data += await asyncio.wait_for(reader.read(2**16), 20)
         writer.close()
     lines = [line for line in data.decode().splitlines() if line.startswith(("data: ", ":"))]
     return [json.loads(line[6:]) for line in lines]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import http.client
 import json
 import os
@@ -55,12 +56,11 @@ def owner(server: ServerProcess, connection: socket.socket) -> int:
         fields = line.split()
         if int(fields[2].rpartition(":")[2], 16) == port:
             for pid in http_processes(server):
-                for link in Path(f"/proc/{pid}/fd").iterdir():
-                    try:
-                        if os.readlink(link) == f"socket:[{fields[9]}]":
-                            return pid
-                    except OSError:
-                        pass
+                with contextlib.suppress(OSError):  # it has ended
+                    for name in os.listdir(f"/proc/{pid}/fd"):
+                        with contextlib.suppress(OSError):
+                            if os.readlink(f"/proc/{pid}/fd/{name}") == f"socket:[{fields[9]}]":
+                                return pid
     return 0
 
 

@@ -212,12 +212,12 @@ async def test_cancelling_one_that_runs(stream):
         await soon(lambda: engine.active)
         data = b""
         while stream and b"output_text.delta" not in data:
-            data += await asyncio.wait_for(reader.read(2**16), 5)
+            data += await asyncio.wait_for(reader.read(2**16), 20)
         cancelled = await server.client.post(f"{PATH}/resp_it/cancel")
         shown = cancelled.json()
         assert (cancelled.status_code, shown["status"], shown["id"], shown["output"]) == (200, "cancelled", "resp_it", [])
         while not data.endswith(b"0\r\n\r\n" if stream else b"}"):
-            data += await asyncio.wait_for(reader.read(2**16), 5)
+            data += await asyncio.wait_for(reader.read(2**16), 20)
         writer.close()
         await server.idle()
         assert engine.aborted
