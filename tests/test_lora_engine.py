@@ -233,6 +233,9 @@ def test_names_with_and_without_a_tag(supply: Supply, wanted) -> None:
             _, same = await server.post("/v1/completions", model=name, prompt=PROMPTS[0], max_tokens=10, temperature=0)
             assert answer["response"] == same["choices"][0]["text"]
             assert await server.says(name) == wanted[name.removesuffix(":latest")][0]
+        assert await server.load("tiny:latest", "some") == 200
+        assert await server.says("tiny") == wanted[None][0], "nobody else has the model's own name"
+        assert await server.says("tiny:latest") == wanted["some"][0]
 
     served(supply, play)
 

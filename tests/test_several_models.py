@@ -150,6 +150,11 @@ def test_an_adapters_name_means_its_model_and_survives_it():
         assert (await post("/v1/unload_lora_adapter", lora_name="x"))[0] == 200
         assert (await world.http.post("/v1/completions", json={**asked, "model": "x"})).status_code == 404
         assert (await load("x", model="a"))[0] == 200 and (await post("/v1/embeddings", input="hi", model="x"))[0] == 400
+        for name, model in (("alias:7b:latest", "b"), ("b:latest", "a"), ("z", "a"), ("z:latest", "b")):
+            assert (await load(name, model=model))[0] == 200
+            assert f"I am {model} with {name}." in (await world.ok("/v1/completions", {**asked, "model": name, "max_tokens": 99})).text, "as it is written"
+        for name, said in (("alias:7b", "I am a."), ("b", "I am b."), ("z", "I am a with z.")):
+            assert said in (await world.ok("/v1/completions", {**asked, "model": name})).text
 
     over_http(check, admin_keys=("boss",))
 

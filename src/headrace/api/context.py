@@ -89,7 +89,7 @@ class ApiContext:
     def adapter_of(self, name: str | None) -> str:
         """The adapter that a request means by its model's name; nothing: the model itself."""
         known = self.engine.adapters()
-        found = next((one for one in spellings(name) if one in known), None)
+        found = next((one for one in spellings(name) if one in known or one in self.model_names), None)
         return found if found is not None and found not in self.model_names else ""
 
     def adapter_asked(self, name: str | None) -> str:

@@ -54,10 +54,9 @@ class Models:
         """The number of the model that a request means; None: it is not here, or none was named and there is no default."""
         if name is None:
             return self.default
-        forms = spellings(name)
-        found = next((self._by_name[form] for form in forms if form in self._by_name), None)
-        if found is None:  # an adapter's name means its model
-            found = next((i for i, model in enumerate(self.served) if any(form in model.adapters() for form in forms)), None)
+        # an adapter's name means its model
+        known = {own: i for i, model in enumerate(self.served) for own in model.adapters()} | self._by_name
+        found = next((known[form] for form in spellings(name) if form in known), None)
         return self.default if found is None and self.any_name else found
 
     def adapters(self) -> dict[str, Version]:
