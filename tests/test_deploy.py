@@ -46,6 +46,8 @@ def test_the_image(serve):
     args = serve(["serve"], variables(DOCKERFILE))
     assert (args.host, f"EXPOSE {args.port}" in DOCKERFILE) == ("0.0.0.0", True)
     assert re.search(r"/(\w+)', timeout", DOCKERFILE)[1] == "health"  # type: ignore[index]
+    kept = re.findall(r"(?:HF_HOME|HEADRACE_CACHE|TRITON_CACHE_DIR)=(/var/lib/headrace)/\w+ ", DOCKERFILE)
+    assert len(kept) == 3 and f"VOLUME {kept[0]}\n" in DOCKERFILE, "all that a start leaves for the next one"
     targets = re.findall(r"^FROM (\S+) AS (\w+)", DOCKERFILE, re.MULTILINE)
     assert [name for _, name in targets] == ["wheel", "base", "cuda", "cpu"]
     for target in ("cuda", "cpu"):  # neither runs as root
@@ -90,6 +92,11 @@ def test_systemd(serve):
     assert command[0].endswith("/bin/headrace")
     args = serve(command[1:], given, "model: some/model\n")
     assert args.drain_timeout < float(settings["TimeoutStopSec"]) and settings["KillMode"] == "mixed"
+    places = dict(re.findall(r"(HF_HOME|HEADRACE_CACHE|TRITON_CACHE_DIR)=(\S+)", unit))  # its user has no home to keep anything in
+    assert len(places) == 3 and settings["DynamicUser"] == "yes"
+    for name, place in places.items():
+        kind = "StateDirectory" if name == "HF_HOME" else "CacheDirectory"
+        assert Path(place).is_relative_to(f"/var/{'lib' if name == 'HF_HOME' else 'cache'}/{settings[kind]}")
 
 
 def test_kubernetes(serve):
