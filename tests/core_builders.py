@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -42,14 +44,17 @@ class SensitiveDecoder:
         return self.decoder.logits(self.forward(batch, kv))
 
 
+def while_there(name: str) -> None:
+    while (Path(tempfile.gettempdir()) / name).exists():
+        time.sleep(0.01)
+
+
 def braked(config: EngineConfig) -> Engine:
     """While there is a file named brake in TMPDIR its steps take 50 ms: an answer lasts until the test has done what it
     does in its midst, however fast the machine is (see ServerProcess.braked). While there is one named load it is not built."""
-    here = Path(tempfile.gettempdir())
-    while (here / "load").exists():
-        time.sleep(0.01)
+    while_there("load")
     engine = build_engine(config)
-    step, brake = engine.core.step, here / "brake"
+    step, brake = engine.core.step, Path(tempfile.gettempdir()) / "brake"
 
     def slow() -> Outputs:
         end = time.monotonic() + BRAKED_SECONDS
@@ -58,6 +63,34 @@ def braked(config: EngineConfig) -> Engine:
         return step()
 
     engine.core.step = slow  # type: ignore[method-assign]
+    return engine
+
+
+class PlayedPool:
+    """Of two kernels: of each it tells when a file is gone."""
+
+    def wait(self, told: Callable[[int, int], None]) -> None:
+        while_there("play")
+        for done in range(3):
+            told(done, 2)
+            while_there(f"compile-{done}")
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def prepared(config: EngineConfig) -> Engine:
+    """It is made ready as on a card, with compilers and captures that last as long as there are files for them in TMPDIR."""
+    engine = braked(config)
+    assert engine.preparation is not None
+    engine.preparation._wanted, engine.preparation._compilation = True, PlayedPool()  # type: ignore[assignment]
+    runner = engine.core.runner
+
+    def capture() -> None:
+        while_there("capture")
+        runner.graphs = None  # there are none here
+
+    runner.graphs = SimpleNamespace(prepare=capture)  # type: ignore[assignment]
     return engine
 
 

@@ -49,6 +49,38 @@ class Reader(threading.Thread):
             self.error = e
 
 
+def test_ready_says_how_far_it_is_and_only_then_takes_requests(model, tmp_path):
+    """Loading, compiling by numbers, preparing, ready: each as long as it lasts, and again when a core has died."""
+    stages = {"load": "loading", "play": "compiling kernels", **{f"compile-{n}": f"compiling kernels {n} of 2" for n in range(3)},
+              "capture": "preparing"}  # fmt: skip
+
+    def held() -> None:
+        for name in stages:
+            (tmp_path / name).touch()
+
+    def state() -> str:
+        answer = server.http.get("/ready")
+        assert (answer.status_code == 200) == (answer.json()["state"] == "ready")
+        return answer.json()["state"]
+
+    held()
+    with start(model, tmp_path, "--max-restarts", "1000", builder="core_builders:prepared") as server:
+        for number in range(2):
+            for name, words in stages.items():
+                until(lambda words=words: state() == words, 60)
+                if number == 0:  # afterwards requests wait
+                    refused = server.http.post("/v1/completions", json=LONG)
+                    assert refused.status_code == 503 and refused.json()["error"]["code"] == "loading"
+                (tmp_path / name).unlink()
+            until(lambda: state() == "ready", 60)
+            answer = server.http.post("/v1/completions", json={**LONG, "stream": False})
+            assert answer.json()["usage"]["completion_tokens"] == 200
+            held()
+            if number == 0:
+                os.kill(server.core(), signal.SIGKILL)
+        assert server.http.get("/metrics").status_code == 200 and server.log().count("compiling kernels: 2 of 2") == 2
+
+
 def test_sigterm_lets_streams_end(model, tmp_path):
     trace, load = tmp_path / "trace.json", tmp_path / "load"
     load.touch()

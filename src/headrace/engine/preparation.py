@@ -68,6 +68,7 @@ class Preparation:
             return
         began = time.perf_counter()
         if self._compilation is not None:
+            tell("compiling kernels", 0, 0)  # before they are counted, or while another process compiles the same
             self._compilation.wait(counted(tell))
             self.close()
         compiled = time.perf_counter()

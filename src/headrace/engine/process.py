@@ -281,6 +281,7 @@ def serve(
 ) -> int:  # fmt: skip
     """Wait for the options, build the engine and run it; the exit code."""
     end_with_parent()
+    logging.getLogger("headrace.engine.preparation").setLevel(logging.INFO)  # how far a start is, is told at every level
     encoder, lock = msgspec.msgpack.Encoder(), threading.Lock()
 
     def send(message: FromCore) -> None:
