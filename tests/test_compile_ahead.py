@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,16 +25,18 @@ from engine_driver import make_core, make_requests, run
 from headrace.cli import make_parser
 from headrace.cli.compile import without_weights
 from headrace.cli.options import engine_options
-from headrace.compile_ahead import ahead, no_device
-from headrace.compile_ahead.ahead import compiles_ahead, is_complete, note_path, write_note
+from headrace.compile_ahead import no_device, notes
+from headrace.compile_ahead.ahead import Compilation, compiles_ahead
 from headrace.compile_ahead.cards import CARDS, SHARED_MEMORY, named_card
+from headrace.compile_ahead.notes import drop_damaged, is_complete, note_path, turn, write_note
 from headrace.compile_ahead.played_ranks import with_part_of_vocabulary
 from headrace.compile_ahead.pool import Pool, Tally
+from headrace.compile_ahead.process import News
 from headrace.compile_ahead.weights import weights_without_data
 from headrace.config import EngineConfig
 from headrace.engine.build import resolve
 from headrace.engine.preparation import answer_own
-from headrace.errors import ParameterError
+from headrace.errors import CapacityError, ParameterError
 from headrace.kernels import launch
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.decoder_weights import MATRICES
@@ -41,6 +44,7 @@ from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
 from headrace.model.shard import Shard
 from headrace.scheduler.config import SchedulerStats
+from server_driver import until
 from tiny_models import write_shape, write_tiny
 
 
@@ -68,6 +72,14 @@ def children() -> set[str]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             found |= {stat.parent.name} if stat.read_text().rpartition(")")[2].split()[1] == mine else set()
+    return found
+
+
+def open_files(process: int) -> set[str]:
+    found = set()
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.add(os.readlink(file))
     return found
 
 
@@ -100,6 +112,23 @@ def test_a_process_that_dies_costs_its_job_alone(tmp_path) -> None:
         assert pool.run() == Tally(5, 1)
     assert not list((tmp_path / "cache" / "KEY").iterdir())
     assert children() <= before
+
+
+def test_a_pool_takes_only_what_its_own_processes_have_left_half_done(tmp_path) -> None:
+    """In a cache that several machines have, or containers, their processes have the same numbers."""
+    cache = tmp_path / "cache" / "KEY"
+
+    def beside_its_like() -> None:
+        (cache / f"tmp.pid_{os.getpid()}_of_another_machine").mkdir(parents=True)
+
+    def begin_and_fail() -> None:
+        (cache / f"tmp.pid_{os.getpid()}_half").mkdir(parents=True)
+        fail()
+
+    for job, left in ((beside_its_like, 1), (begin_and_fail, 1)):
+        with Pool([job], 1, tmp_path / "cache") as pool:
+            pool.run()
+        assert len(list(cache.iterdir())) == left
 
 
 def test_a_pool_that_is_left_ends_its_processes(tmp_path) -> None:
@@ -136,7 +165,7 @@ if sys.argv[1] == "noted":
     launches, original = no_device.note_launches()
     enter()
     no_device.build_without_loading(Path(sys.argv[2]))
-    print(no_device.place_of(no_device.compile_noted(launches[0], original)))
+    print(*no_device.places_of(no_device.compile_noted(launches[0], original)))
 else:  # as a process with the card does it
     enter()
 print(len(list(Path(knobs.cache.dir).glob("*/*.cubin"))), len(list(Path(knobs.cache.dir).glob("*/__triton_launcher*.so"))))
@@ -157,8 +186,9 @@ def test_what_is_noted_is_compiled_under_the_key_that_a_launch_looks_for(tmp_pat
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout.split("\n")
 
-    place, counts, _ = run("noted")
-    assert counts == "1 1" and (tmp_path / "cache" / place).exists()
+    places, counts, _ = run("noted")
+    assert counts == "1 1" and all((tmp_path / "cache" / place).exists() for place in places.split())
+    assert sorted(Path(place).suffix for place in places.split()) == [".cubin", ".json", ".json"] and "/__grp__" in places
     for module in (tmp_path / "cache").glob("*/*.so"):
         needed = subprocess.run(["readelf", "-d", str(module)], capture_output=True, text=True, check=True).stdout
         assert "[libcuda.so.1]" in needed, "a process with the card could not load it"
@@ -252,6 +282,18 @@ def test_the_command_takes_what_a_server_with_adapters_has() -> None:
     assert (config.max_loras, config.max_lora_rank, config.lora_experts) == (2, 32, True)
 
 
+@pytest.mark.parametrize(("news", "words"), [(News(4, 29), "25 of 29"), (News(29, 29, 2, True, {"a": "b", "c": "d"}), "2 of 29")])
+def test_the_command_says_how_many_kernels_are_not_there(news, words, tmp_path, monkeypatch) -> None:
+    """Also where the process that compiles was killed."""
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "headrace"))
+    monkeypatch.setattr(Compilation, "_begin", lambda self, work: SimpleNamespace())
+    monkeypatch.setattr(Compilation, "wait", lambda self, told: news)
+    monkeypatch.setattr(Compilation, "__exit__", lambda self, *_: None)
+    args = make_parser().parse_args(["compile", write_shape(tmp_path), "--load-format", "dummy", "--card", "h100"])
+    with pytest.raises(CapacityError, match=f"^{words} kernels are not compiled"):
+        args.run(args)
+
+
 UNTIED = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
 
 
@@ -283,18 +325,98 @@ def test_of_ranks_with_narrow_weights_or_adapters_nothing_is_compiled_ahead(tmp_
     assert all(compiles_ahead(replace(shape, quantization="none"), of) for of in (checkpoint, in_file)), "floats"
 
 
-def test_what_is_noted_counts_while_it_is_there(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(ahead, "kernel_cache", lambda: tmp_path)
-    note = tmp_path / "notes" / "one.json"
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """Triton's, with two kernels that are noted and one that is not."""
+    monkeypatch.setattr(notes, "kernel_cache", lambda: tmp_path)
+    for entry in ("ONE", "TWO", "ANOTHER"):
+        (tmp_path / entry).mkdir()
+        (tmp_path / entry / "kernel.cubin").write_text("machine code")
+        (tmp_path / entry / "__grp__kernel.json").write_text('{"child_paths": {}}')
+        (tmp_path / entry / "lock").touch()  # of an earlier Triton
+    write_note(tmp_path / "notes" / "one.json", 2, [f"{entry}/{name}" for entry in ("ONE", "TWO") for name in KERNEL])
+    return tmp_path
+
+
+KERNEL = ("kernel.cubin", "__grp__kernel.json")
+
+
+def cut_off(file: Path) -> None:
+    file.write_text(file.read_text()[:5])
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text(""), cut_off], ids=["gone", "empty", "cut off"])
+@pytest.mark.parametrize("name", KERNEL)
+def test_what_is_noted_counts_while_it_is_whole(cache, name, damage) -> None:
+    """Triton takes a file for whole if it is there: a card's driver would refuse it in every start."""
+    note = cache / "notes" / "one.json"
+    assert is_complete(note) and not is_complete(note.with_name("two.json"))
+    damage(cache / "TWO" / name)
     assert not is_complete(note)
-    (tmp_path / "KEY").mkdir()
-    (tmp_path / "KEY" / "kernel").touch()
-    write_note(note, ["KEY/kernel"])
-    assert is_complete(note)
-    (tmp_path / "KEY" / "kernel").unlink()
-    assert not is_complete(note)
+    drop_damaged(note)
+    assert {path.name for path in cache.iterdir()} == {"ONE", "ANOTHER", "notes"} and len(list((cache / "ONE").iterdir())) == 3
     note.write_text("{")
     assert not is_complete(note)
+
+
+def test_entries_that_nobody_has_noted_are_made_anew_when_they_are_empty(cache) -> None:
+    """As a machine leaves them that goes down while it compiles."""
+    (cache / "ANOTHER" / KERNEL[1]).write_text("")
+    drop_damaged(cache / "notes" / "two.json")
+    assert {path.name for path in cache.iterdir()} == {"ONE", "TWO", "notes"}
+
+
+@pytest.fixture
+def begun(tmp_path, monkeypatch):
+    """A compilation for a tiny model in a process of its own, with caches in `tmp_path`, and its note."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "headrace"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    config = EngineConfig(model=write_shape(tmp_path), load_format="dummy", enforce_eager=True)
+    checkpoint, card = resolve_checkpoint(config), named_card("h100")
+    limits = resolve(config, model_config_from_hf(checkpoint.config), torch.device("cuda"))
+    return partial(Compilation, config, checkpoint, limits, card, 1), note_path(config, checkpoint, limits, card)
+
+
+def test_of_cores_that_start_together_one_compiles(begun, tmp_path) -> None:
+    """The others wait for it, and find all there."""
+    begin, note = begun
+    with contextlib.ExitStack() as others, begin() as compilation:
+        others.enter_context(turn(note))
+        until(lambda: str(note.with_suffix(".lock")) in open_files(compilation._process.pid), 60)  # it waits
+        (tmp_path / "triton" / "KEY").mkdir(parents=True)
+        (tmp_path / "triton" / "KEY" / "kernel.cubin").write_text("machine code")
+        write_note(note, 95, ["KEY/kernel.cubin"])
+        others.close()
+        heard: list[tuple[int, int]] = []
+        found = compilation.wait(lambda done, total: heard.append((done, total)))
+    assert found.ended and heard == [(95, 95)]
+    assert [path.name for path in (tmp_path / "triton").iterdir()] == ["KEY"], "nothing was compiled"
+
+
+def test_a_turn_ends_with_its_process(tmp_path, monkeypatch) -> None:
+    """Whatever ended it; and one that hangs is waited for so long, no longer."""
+    note, script = tmp_path / "compiled" / "one.json", "import sys; from pathlib import Path; from headrace.compile_ahead.notes import turn\n"
+    script += "with turn(Path(sys.argv[1])):\n print(flush=True); sys.stdin.read()"
+    holder = subprocess.Popen([sys.executable, "-c", script, str(note)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    holder.stdout.readline()
+    monkeypatch.setattr(notes, "TURN_SECONDS", 0.2)
+    began = time.monotonic()
+    with turn(note):
+        assert time.monotonic() - began >= 0.2 and holder.poll() is None
+    monkeypatch.setattr(notes, "TURN_SECONDS", 600.0)
+    holder.kill()
+    with turn(note):
+        assert holder.wait(60) == -signal.SIGKILL
+    with turn(tmp_path / "compiled" / "one.lock" / "nowhere.json"):  # no place for it: nobody waits
+        pass
+
+
+def test_a_cache_that_takes_nothing_ends_the_start(begun, tmp_path) -> None:
+    """Ready would mean that every request fails; and it is not the kernels' fault."""
+    (tmp_path / "triton").write_text("a file")
+    with begun[0]() as compilation, pytest.raises(CapacityError, match=r"cannot be kept in .*triton \(Not a directory\).*TRITON_CACHE_DIR"):
+        compilation.wait(lambda done, total: None)
 
 
 def test_a_file_of_narrow_matrices_with_a_tied_head(smollm2) -> None:

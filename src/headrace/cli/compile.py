@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
         raise ParameterError("card", args.card, "nothing without Triton: `pip install triton`")
     import torch
 
-    from headrace.compile_ahead.ahead import Compilation, compiles_ahead, kernel_cache
+    from headrace.compile_ahead.ahead import Compilation, compiles_ahead
+    from headrace.compile_ahead.notes import kernel_cache
     from headrace.engine.build import resolve, with_seats
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.families import model_config_from_hf
@@ -67,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     if shown:
         print(file=sys.stderr)
     print(f"{found.done} kernels in {kernel_cache()} after {time.perf_counter() - began:.1f} s")
-    if found.failed or found.refused or found.places is None:
-        wrong = max(found.failed, len(found.refused))
+    if found.failed or found.refused or not found.ended:
+        wrong = max(found.failed, len(found.refused), found.total - found.done)
         raise CapacityError(f"{wrong} of {found.total} kernels are not compiled, or do not fit: see above")
     return 0
 

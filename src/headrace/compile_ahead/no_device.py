@@ -114,11 +114,11 @@ def compile_noted(found: Launch, original: Callable[..., Any]) -> Any:
     return kernel
 
 
-def place_of(kernel: Any) -> str:
-    """The file of Triton's cache that is written last of a kernel's."""
-    name = next(name for name in kernel.metadata_group if name.endswith(".json"))
-    path = Path(kernel.metadata_group[name])
-    return f"{path.parent.name}/__grp__{name}"
+def places_of(kernel: Any) -> list[str]:
+    """The files of Triton's cache by which it finds this kernel, loads it and launches it."""
+    files = [Path(kernel.metadata_group[name]) for name in kernel.metadata_group if name.endswith((".json", ".cubin"))]
+    files += [file.with_name(f"__grp__{file.name}") for file in files if file.suffix == ".json"]
+    return [f"{file.parent.name}/{file.name}" for file in files]
 
 
 class _NotLoaded:

@@ -49,7 +49,7 @@ class Pool:
         self._to_do, self._give = os.pipe()
         self._news, self._tell = os.pipe()
         self._working: dict[int, tuple[int, float]] = {}  # process -> its job and since when; -1: none
-        self._killed: list[int] = []
+        self._cut: list[int] = []  # who died or failed perhaps within a job
         self._open, self._failed, self._heard = set(range(len(jobs))), 0, time.monotonic()
 
     def __enter__(self) -> Pool:
@@ -60,7 +60,7 @@ class Pool:
             self._kill(process)
         for end in (self._to_do, self._give, self._news, self._tell):
             os.close(end)
-        for process in self._killed:
+        for process in self._cut:  # not all: in a cache that machines share others have the same numbers
             for half in self._cache.glob(f"*/tmp.pid_{process}_*"):
                 shutil.rmtree(half, ignore_errors=True)
 
@@ -97,6 +97,8 @@ class Pool:
                 self._heard = time.monotonic()
                 for process, job, what in SAID.iter_unpack(data):
                     self._working[process] = (job if what == TAKEN else -1, self._heard)
+                    if what == FAILED:
+                        self._cut.append(process)
                     if what != TAKEN:
                         self._ended(job, what == FAILED)
         except BlockingIOError:
@@ -115,16 +117,14 @@ class Pool:
                 self._kill(process)
             elif os.waitpid(process, os.WNOHANG)[0]:
                 self._read()  # its last words
-                job = self._working.pop(process)[0]
-                self._killed.append(process)
+                job = self._gone(process)
             else:
                 continue
             self._ended(job, failed=True)
 
     def _kill(self, process: int) -> None:
         """It, and the assembler or C compiler that it waits for."""
-        del self._working[process]
-        self._killed.append(process)
+        self._gone(process)
         for send in (os.killpg, os.kill):
             try:
                 send(process, signal.SIGKILL)
@@ -132,6 +132,13 @@ class Pool:
             except ProcessLookupError:
                 continue
         os.waitpid(process, 0)
+
+    def _gone(self, process: int) -> int:
+        """Its job; -1: none."""
+        job = self._working.pop(process)[0]
+        if job >= 0 or self._open:  # what it has taken last may not have been read
+            self._cut.append(process)
+        return job
 
     def _fork(self) -> None:
         parent, process = os.getpid(), os.fork()

@@ -6,6 +6,7 @@ the end which. It ends with its parent, and leaves no file half written.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -20,9 +21,12 @@ from typing import Any
 import msgspec
 
 from headrace.compile_ahead.cards import Card
+from headrace.compile_ahead.notes import drop_damaged, is_complete, read_note, turn, write_note
 from headrace.config import EngineConfig, show_cards, use_temporary_directory
 from headrace.parent import end_with_parent
 from headrace.scheduler.config import Limits
+
+UNKEPT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
 class Work(msgspec.Struct):
@@ -31,6 +35,7 @@ class Work(msgspec.Struct):
     config: EngineConfig
     limits: Limits
     card: Card
+    note: str  # where it is noted that all is there
     processes: int = 0
 
 
@@ -40,8 +45,9 @@ class News(msgspec.Struct, omit_defaults=True):
     done: int = 0
     total: int = 0
     failed: int = 0
-    places: list[str] | None = None  # at the end: files of Triton's cache that are there if all of it is
+    ended: bool = False
     refused: dict[str, str] = {}  # kernel -> why this card cannot have it
+    unkept: str = ""  # why Triton's cache takes nothing
 
 
 def main(parent: int) -> int:
@@ -57,7 +63,18 @@ def main(parent: int) -> int:
     os.dup2(2, 1)  # of compilers
     with tempfile.TemporaryDirectory(prefix="headrace-compile-") as home:
         use_temporary_directory(home)  # for the assembler's files, too
-        compile_all(work, Path(home), partial(say, said))
+        with turn(note := Path(work.note)):
+            if is_complete(note):  # somebody else's doing meanwhile
+                kernels = read_note(note)["kernels"]
+                say(said, News(kernels, kernels, ended=True))
+                return 0
+            drop_damaged(note)
+            try:
+                compile_all(work, Path(home), partial(say, said))
+            except OSError as error:
+                if error.errno not in UNKEPT:
+                    raise
+                say(said, News(unkept=os.strerror(error.errno)))
     return 0
 
 
@@ -84,13 +101,15 @@ def compile_all(work: Work, home: Path, tell: Any) -> None:
     made.mkdir()
 
     def compile_one(number: int) -> None:
-        found: dict[str, str] = {}
+        found: dict[str, Any] = {}
         try:
             kernel = no_device.compile_noted(launches[number], original)
-            found["place"] = no_device.place_of(kernel)
+            found["places"] = no_device.places_of(kernel)
             if kernel.metadata.shared > work.card.shared_memory:
                 found["refused"] = f"{kernel.metadata.shared} bytes of shared memory, this card has {work.card.shared_memory}"
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in UNKEPT:
+                found["unkept"] = os.strerror(error.errno)
             found["refused"] = f"{type(error).__name__}: {error}"[:500]
             raise
         finally:
@@ -103,8 +122,10 @@ def compile_all(work: Work, home: Path, tell: Any) -> None:
         tally = pool.run()
     found = {int(path.name): json.loads(path.read_text() or "{}") for path in made.iterdir()}
     refused = {launches[n].name: entry["refused"] for n, entry in found.items() if "refused" in entry}
-    places = sorted({entry["place"] for entry in found.values() if "place" in entry})
-    tell(News(tally.done, total, tally.failed, places, refused))
+    if not tally.failed:
+        write_note(Path(work.note), total, (place for entry in found.values() for place in entry["places"]))
+    unkept = next((entry["unkept"] for entry in found.values() if "unkept" in entry), "")
+    tell(News(tally.done, total, tally.failed, True, refused, unkept))
     shutil.rmtree(made, ignore_errors=True)
 
 
