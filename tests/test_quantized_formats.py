@@ -24,7 +24,8 @@ from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.families import model_config_from_hf, weight_plan
 from headrace.model.formats.quantized import quantization_of
-from headrace.model.loader import load_model
+from headrace.model.loader import load_model, with_quantized
+from headrace.model.narrow_loader import pieces_of
 from headrace.model.parts import parts_of, taken
 from headrace.model.shard import WHOLE, Shard
 from headrace.model.weight import Weight, dequantized
@@ -209,6 +210,19 @@ def test_delta_nets_and_attention_with_a_gate_are_the_formula(family: str, name:
         found = load(tiny.path, narrow=True, shard=shard)
         assert {layer.qkv.kind for layer in found.layers} == {FORMATS[name].kinds[0]}
         check_same(found, load(floats, shard=shard))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("name", ["awq", "gptq"])
+def test_what_lies_scattered_is_read_once(name: str, family: str, tmp_path: Path):
+    """However many heads it has: the rows of each are one part of what is made."""
+    tiny = write_quantized(tmp_path / "model", FORMATS[name], family, num_hidden_layers=3, hidden_size=128)
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(tiny.path)))
+    config = model_config_from_hf(checkpoint.config)
+    plan = [spec for spec in weight_plan(config) if spec.target.rpartition(".")[2] in ("qkv", "o")]
+    for shard in (WHOLE, Shard(1, 2)):
+        pieces = list(pieces_of(parts_of(plan, config, shard), with_quantized(checkpoint, plan), limit=1))
+        assert len(pieces) == len({piece.source.name for piece in pieces}) > 0
 
 
 def of_images(tiny: Tiny, prefix: str) -> None:

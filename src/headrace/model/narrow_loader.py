@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
 
@@ -64,14 +64,13 @@ def _floats(parts: Mapping[str, Rows], count: int) -> Weight:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows of a source, of which some become part of the target: the `number`th."""
+    """Some rows of a source, of which some become parts of the target."""
 
     source: MatrixSource
     read: range  # rows of the source
-    rows: range  # of these, counted from the first one read
+    parts: tuple[tuple[int, range], ...]  # the `number`th part: which of these, counted from the first one read
     columns: range | None
     target: str
-    number: int
 
     @property
     def reads(self) -> Iterator[tuple[Chunk, int]]:
@@ -89,7 +88,12 @@ class Piece:
         return max(place + -(-chunk.num_bytes // _ALIGNED) * _ALIGNED for chunk, place in self.reads)
 
     def weight(self, raw: Tensor) -> Weight:
-        """From the bytes that were read. Raises CheckpointError for scales that are not finite."""
+        """Of all that is read, of which there is one part."""
+        ((_, weight),) = self.weights(raw)
+        return weight
+
+    def weights(self, raw: Tensor) -> list[tuple[int, Weight]]:
+        """The parts, from the bytes that were read. Raises CheckpointError for scales that are not finite."""
         read = {
             role: Rows(chunk.entry, raw[place : place + chunk.num_bytes], chunk.num_rows)
             for role, (chunk, place) in zip(self.source.parts, self.reads, strict=True)
@@ -98,8 +102,9 @@ class Piece:
         for scales in (weight.scales, weight.zeros):
             if scales is not None and not torch.isfinite(scales).all():
                 raise CheckpointError(f"{self.source.file}: {self.source.scale_names} holds scales that are not finite")
-        weight = rows_of(fitted(weight), self.rows)
-        return weight if self.columns is None else columns_of(weight, self.columns)
+        weight = fitted(weight)
+        parts = [(number, rows_of(weight, rows)) for number, rows in self.parts]
+        return parts if self.columns is None else [(number, columns_of(part, self.columns)) for number, part in parts]
 
 
 def load_matrices(
@@ -121,21 +126,28 @@ def load_matrices(
 
 
 def pieces_of(plan: Sequence[WeightSpec], entries: Mapping[str, Source], limit: int, together: int = 1) -> Iterator[Piece]:
-    """The plan in pieces of about `limit` bytes, multiples of `together` rows or to a matrix's end."""
+    """The plan in pieces of about `limit` bytes, multiples of `together` rows or to a matrix's end. What can be read as a whole
+    only is read once, however many parts of it the target has."""
     for spec in plan:
-        number = 0
+        number, wholes = 0, dict[tuple[str, range | None], list[Piece]]()
         for name, rows, columns in spec.reads:
             source = entries[name]
             if not isinstance(source, MatrixSource):  # beside others that are narrow
                 source = MatrixSource(name, source.shape, {"data": Part(source)}, _floats)
             total, unit = source.shape[0], lcm(source.unit, together)
+            if unit >= total:
+                wholes.setdefault((name, columns), []).append(Piece(source, range(total), ((number, rows),), columns, spec.target))
+                number += 1
+                continue
             of_row = max(1, sum(part.entry.num_bytes for part in source.parts.values()) // total)
             step = max(1, limit // (of_row * unit)) * unit
             for first in range(rows.start // unit * unit, rows.stop, step):
                 read = range(first, min(first + step, total, -(-rows.stop // unit) * unit))
                 kept = range(max(rows.start - first, 0), min(rows.stop, read.stop) - first)
-                yield Piece(source, read, kept, columns, spec.target, number)
+                yield Piece(source, read, ((number, kept),), columns, spec.target)
                 number += 1
+        for pieces in wholes.values():
+            yield replace(pieces[0], parts=tuple(part for piece in pieces for part in piece.parts))
 
 
 class _Weights:
@@ -149,14 +161,14 @@ class _Weights:
         self._wide = {"embedding", *(spec.target for spec in plan if spec.wide or spec.exact)}
         self._parts: dict[str, list[Weight | None]] = {spec.target: [] for spec in plan}
         for piece in pieces:
-            self._parts[piece.target].append(None)
+            self._parts[piece.target] += [None] * len(piece.parts)
 
-    def add(self, piece: Piece, weight: Weight) -> None:
+    def add(self, piece: Piece, number: int, weight: Weight) -> None:
         if not self._keep or piece.target in self._wide:
             weight = Weight(dequantized(weight, self._dtypes[piece.target])[:, : self._shapes[piece.target][1]])
         with self._lock:
             parts = self._parts[piece.target]
-            parts[piece.number] = weight
+            parts[number] = weight
             whole = [part for part in parts if part is not None]
             if len(whole) < len(parts):
                 return
@@ -175,7 +187,8 @@ class _ToWeights(DeviceWorker):
 
     def put(self, chunk: Piece, staged: Tensor) -> None:
         raw = self.to_device(staged)
-        self._weights.add(chunk, chunk.weight(raw.clone() if raw is staged else raw))
+        for number, weight in chunk.weights(raw.clone() if raw is staged else raw):
+            self._weights.add(chunk, number, weight)
 
 
 def formats_of(weights: DecoderWeights) -> str:
