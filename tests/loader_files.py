@@ -42,10 +42,12 @@ def llama_tensors(seed: int = 0) -> dict[str, np.ndarray]:
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def write_gguf(path: Path, tensors: dict[str, np.ndarray], arch: str = "llama", kinds: Mapping[str, Any] = MappingProxyType({}), **metadata: Any) -> Path:
+def write_gguf(
+    path: Path, tensors: dict[str, np.ndarray], arch: str = "llama", kinds: Mapping[str, Any] = MappingProxyType({}), parts: int = 1, **metadata: Any
+) -> Path:  # fmt: skip
     """A GGUF model file with the package's own writer; `metadata` are further keys under the architecture's prefix, or under `general`. `kinds`: of
-    tensors that are bytes."""
-    writer = gguf.GGUFWriter(str(path), arch)
+    tensors that are bytes. `parts`: in so many files, whose names say it."""
+    writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=-(-len(tensors) // parts) if parts > 1 else 0)
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)

@@ -37,7 +37,8 @@ def hub(tmp_path, monkeypatch):
     with FakeHub(files) as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
         monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}")
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+        for module in ("constants", "utils._cache_manager"):
+            monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr(hub_files, "LARGE", 100_000)
         server.cache = tmp_path / "hub"
@@ -155,6 +156,25 @@ def test_a_tag_names_a_file_wherever_a_model_is_named(hub, tmp_path):
         resolve_checkpoint(EngineConfig(model="org/smol-GGUF:Q8_0", local_files_only=True))
     with pytest.raises(CheckpointError, match="cannot be had"):
         resolve_checkpoint(EngineConfig(model="org/smol-GGUF:Q8_0"))
+
+
+def test_a_tag_names_a_file_in_all_its_parts(hub, tmp_path, capsys):
+    write_llama_gguf(tmp_path / "smol-q4_1.gguf", parts=2)
+    hub.files["org/smol-GGUF"] = {path.name: path.read_bytes() for path in tmp_path.glob("*.gguf")} | {"smol-q8_0.gguf": b"x" * 9}
+    assert main(["pull", "org/smol-GGUF"]) == 1
+    size = hub_files.in_bytes(sum(path.stat().st_size for path in tmp_path.glob("*.gguf")))
+    assert f"name one of its .gguf files: org/smol-GGUF:q4_1 ({size}), org/smol-GGUF:q8_0 (9 bytes)" in capsys.readouterr().err
+    checkpoint = resolve_checkpoint(EngineConfig(model="org/smol-GGUF:Q4_1"))
+    assert checkpoint.path.name == "smol-q4_1-00001-of-00002.gguf" and len({entry.file for entry in checkpoint.tensors().values()}) == 2
+    assert main(["list"]) == 0
+    row = capsys.readouterr().out.splitlines()[1:]
+    assert len(row) == 1 and row[0].startswith("org/smol-GGUF:q4_1") and f" {size} " in row[0]
+    checkpoint.path.with_name("smol-q4_1-00002-of-00002.gguf").unlink()
+    with pytest.raises(CheckpointError, match="org/smol-GGUF:Q4_1 is not in the local cache"):
+        resolve_checkpoint(EngineConfig(model="org/smol-GGUF:Q4_1", local_files_only=True))
+    resolve_checkpoint(EngineConfig(model="org/smol-GGUF:Q4_1"))
+    assert main(["rm", "org/smol-GGUF:q4_1"]) == 0 and main(["list"]) == 0
+    assert "no model is in the cache" in capsys.readouterr().err
 
 
 def test_whoever_needs_a_model_that_is_not_there_says_what_it_weighs_first(hub, caplog, monkeypatch):

@@ -26,7 +26,7 @@ from headrace.model.formats.gguf_model import hf_config, hf_tensors
 from headrace.model.loader import load_model
 
 ENCODINGS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K",
-             "IQ4_NL", "IQ4_XS", "MXFP4"]  # fmt: skip
+             "IQ4_NL", "IQ4_XS", "MXFP4", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M"]  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -79,6 +79,44 @@ def test_a_llama_file_loads_into_fused_weights_in_the_order_of_rows_of_hugging_f
         np.testing.assert_array_equal(layer.mlp_norm, part("ffn_norm"))
     np.testing.assert_array_equal(weights.embedding, tensors["token_embd.weight"])
     assert weights.lm_head.data is weights.embedding
+
+
+def write_parts(folder: Path, count: int) -> list[Path]:
+    """With the package's own writer, which splits."""
+    folder.mkdir()
+    files.write_llama_gguf(folder / "m-q4.gguf", parts=count)
+    found = sorted(folder.iterdir())
+    assert [path.name for path in found] == [f"m-q4-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)]
+    return found
+
+
+def test_a_file_in_parts_is_one_whichever_part_is_named(tmp_path: Path):
+    parts = write_parts(tmp_path / "parts", 3)
+    whole = load(files.write_llama_gguf(tmp_path / "m.gguf"))
+    for path in (*parts, parts[0].parent):
+        found = load(path)
+        for a, b in zip(whole.layers, found.layers, strict=True):
+            assert torch.equal(a.qkv.data, b.qkv.data) and torch.equal(a.down.data, b.down.data)
+        assert torch.equal(whole.embedding, found.embedding)
+
+
+def test_parts_that_are_missing_or_do_not_belong_together_are_said(tmp_path: Path):
+    first, second, third = write_parts(tmp_path / "parts", 3)
+    content = second.read_bytes()
+    second.unlink()
+    with pytest.raises(CheckpointError, match=f"{second}: cannot be read"):
+        read_gguf(third)
+    second.write_bytes(third.read_bytes())
+    with pytest.raises(CheckpointError, match=f"{third}: the tensor 'blk.* is in an earlier part, too"):
+        read_gguf(first)
+    second.write_bytes(content)
+    alone = first.rename(first.with_name("m.gguf"))
+    with pytest.raises(CheckpointError, match=r"m\.gguf: its metadata say 3 parts \(split\.count\), its name 1: keep all of"):
+        read_gguf(alone)
+    alone.rename(first)
+    third.write_bytes(files.write_gguf(tmp_path / "x.gguf", {"token_more": np.ones(3, np.float32)}).read_bytes())
+    with pytest.raises(CheckpointError, match=r"its parts have \d+ tensors, split\.tensors\.count is \d+"):
+        read_gguf(first)
 
 
 def test_chunks_of_any_size_give_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

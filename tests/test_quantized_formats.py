@@ -363,6 +363,12 @@ def test_what_is_not_supported_says_why_and_what_instead(quantization, message: 
         model_config_from_hf({**config, "quantization_config": quantization})
 
 
+@pytest.mark.parametrize("name", ["fp8-block", "ct-fp8-dynamic", "awq"])
+def test_gpt_oss_is_read_in_mxfp4_alone(name: str):
+    with pytest.raises(CheckpointError, match="and gpt-oss is read in mxfp4 alone: use the unquantized"):
+        quantization_of({"model_type": "gpt_oss", "num_local_experts": 4, "quantization_config": FORMATS[name].config})
+
+
 def places(config: Any, at: tuple = ()):
     """All paths into nested objects and lists."""
     items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()

@@ -31,13 +31,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def models() -> list[tuple[str, int, float, str]]:
-    """(name, bytes on disk, when it was last used, format) of each, the last used first. A .gguf file counts as one."""
+    """(name, bytes on disk, when it was last used, format) of each, the last used first. A .gguf file counts as one, in all its
+    parts."""
     found = []
     for repo in repositories():
         files = files_of(repo)
         ggufs = {f.file_name: f for f in files if f.file_name.endswith(".gguf")}
-        for file in ggufs.values():
-            found.append((f"{repo.repo_id}:{tag_of(file.file_name)}", file.size_on_disk, file.blob_last_accessed, "gguf"))
+        for tag in {tag_of(name): None for name in ggufs}:
+            parts = [file for name, file in ggufs.items() if tag_of(name) == tag]
+            used = max(file.blob_last_accessed for file in parts)
+            found.append((f"{repo.repo_id}:{tag}", sum(file.size_on_disk for file in parts), used, "gguf"))
         if any(f.file_name.endswith(".safetensors") for f in files):
             size = repo.size_on_disk - sum(f.size_on_disk for f in ggufs.values())
             found.append((repo.repo_id, size, repo.last_accessed, "safetensors"))

@@ -16,7 +16,7 @@ from headrace.config import EngineConfig, hub_offline
 from headrace.errors import CheckpointError, ParameterError
 from headrace.model import hub
 from headrace.model.embedded import EMBEDDED_DEFAULTS, NAME, embedded_model_path
-from headrace.model.formats.gguf import GgufFile, read_gguf
+from headrace.model.formats.gguf import GgufFile, gguf_files, read_gguf
 from headrace.model.formats.gguf_model import end_token_ids, hf_config, hf_tensors
 from headrace.model.formats.quantized import quantization_beside, quantization_of
 from headrace.model.formats.safetensors_file import find_tensors, read_json
@@ -161,7 +161,7 @@ def _gguf_file(path: Path, load_format: str) -> Path | None:
         if load_format == "safetensors":
             raise CheckpointError(f"{path} is a file, but load_format safetensors needs a directory")
         return path
-    files = sorted(path.glob("*.gguf"))
+    files = gguf_files(path)
     if load_format == "gguf" or (load_format != "safetensors" and files and not (path / "config.json").exists()):
         if len(files) != 1:
             raise CheckpointError(f"{path} has {len(files)} .gguf files; name one of them")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from headrace.errors import CapacityError, CheckpointError, HeadraceError
+from headrace.model.formats.gguf import without_part
 
 # Nothing else is downloaded: no pickles, no code. Some repositories hold the weights twice, under these other names.
 FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -74,14 +75,15 @@ def split_name(name: str) -> tuple[str, str | None]:
 
 def tag_of(file: str) -> str:
     """What names a .gguf file among others of its repository: Q4_K_M, or all of its name."""
-    stem = Path(file).name.removesuffix(".gguf")
+    stem, _ = without_part(Path(file).name)
     found = _TAG.search(stem)
     return found[1] if found else stem
 
 
 def tagged(folder: Path, tag: str) -> list[Path]:
-    """The .gguf files there that a tag names: one or none."""
-    return [path for path in sorted(folder.glob("*.gguf")) if tag_of(path.name).lower() == tag.lower()]
+    """The .gguf file there that a tag names, in all of its parts, or nothing."""
+    found = [path for path in sorted(folder.glob("*.gguf")) if tag_of(path.name).lower() == tag.lower()]
+    return found if found and len(found) == without_part(found[0].name)[1] else []
 
 
 def find(name: str, revision: str | None) -> Pull:
@@ -92,20 +94,24 @@ def find(name: str, revision: str | None) -> Pull:
     patterns: dict[str, Any] = {"allow_patterns": [*FILES, "*.gguf"], "ignore_patterns": IGNORED}
     with told(repo):
         found: list[Any] = snapshot_download(repo, revision=revision, dry_run=True, tqdm_class=_silent(), **patterns)
-    ggufs = {tag_of(f.filename): f for f in found if f.filename.endswith(".gguf") and "mmproj" not in f.filename}
+    ggufs: dict[str, list[Any]] = {}
+    for f in found:
+        if f.filename.endswith(".gguf") and "mmproj" not in f.filename:
+            ggufs.setdefault(tag_of(f.filename), []).append(f)
     rest = [f for f in found if not f.filename.endswith(".gguf")]
     if tag is None and (not ggufs or any(f.filename.endswith(".safetensors") for f in rest)):
         files = rest
     elif tag is None and len(ggufs) == 1:
-        files = list(ggufs.values())
+        (files,) = ggufs.values()
     else:
-        files = [f for known, f in ggufs.items() if tag is not None and known.lower() == tag.lower()]
+        files = next((parts for known, parts in ggufs.items() if tag is not None and known.lower() == tag.lower()), [])
         if not files:
-            names = ", ".join(f"{repo}:{known} ({in_bytes(f.file_size or 0)})" for known, f in sorted(ggufs.items()))
+            sizes = {known: in_bytes(sum(f.file_size or 0 for f in parts)) for known, parts in sorted(ggufs.items())}
+            names = ", ".join(f"{repo}:{known} ({size})" for known, size in sizes.items())
             raise CheckpointError(f"{name}: name one of its .gguf files: {names or 'there is none'}")
     if not any(f.filename.endswith((".gguf", ".safetensors")) for f in files):
         raise CheckpointError(f"{name}: there are no weights in safetensors or GGUF in this repository")
-    known = [tag for tag, file in ggufs.items() if file in files]
+    known = [tag for tag, parts in ggufs.items() if parts is files]
     return Pull(f"{repo}:{known[0]}" if known else repo, files, Path(constants.HF_HUB_CACHE))
 
 

@@ -136,7 +136,8 @@ def pieces_of(plan: Sequence[WeightSpec], entries: Mapping[str, Source], limit: 
                 source = MatrixSource(name, source.shape, {"data": Part(source)}, _floats)
             total, unit = source.shape[0], lcm(source.unit, together)
             if unit >= total:
-                wholes.setdefault((name, columns), []).append(Piece(source, range(total), ((number, rows),), columns, spec.target))
+                piece = Piece(source, range(total), ((number, rows),), columns, spec.target)
+                wholes.setdefault((name, columns), []).append(piece)
                 number += 1
                 continue
             of_row = max(1, sum(part.entry.num_bytes for part in source.parts.values()) // total)

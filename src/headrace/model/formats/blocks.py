@@ -193,8 +193,7 @@ _DECODERS: dict[str, Decoder] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "MXFP4": _mxfp4,
-    "Q2_K": _by_package("Q2_K"),
-    "Q3_K": _by_package("Q3_K"),
-    "IQ4_NL": _by_package("IQ4_NL"),
-    "IQ4_XS": _by_package("IQ4_XS"),
-}
+    **{name: _by_package(name) for name in (
+        "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M",
+    )},
+}  # fmt: skip

@@ -2,13 +2,15 @@
 
 The `gguf` package's reader trusts counts and lengths and takes seconds for a vocabulary of 50,000 tokens; this one
 reads it in a tenth of a second and answers every lie with CheckpointError. Format: ggml's docs/gguf.md, versions 2 and 3.
+Large models come in several parts, of which the first has the metadata; they are read as one file.
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ _STRING, _ARRAY = 8, 9  # value types
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct codes
 _MAX_ARRAY = 1 << 24  # elements of one metadata array; the largest vocabularies have 2^18
 _MAX_NAME = 1 << 16
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")  # a part's name without its suffix
 _ENCODINGS = {
     number: Encoding(name, block_size, block_bytes)
     for number, name, block_size, block_bytes in (  # ggml's number of the type first
@@ -27,13 +30,15 @@ _ENCODINGS = {
         (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24), (8, "Q8_0", 32, 34),
         (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110), (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176),
         (14, "Q6_K", 256, 210), (20, "IQ4_NL", 32, 18), (23, "IQ4_XS", 256, 136), (39, "MXFP4", 32, 17),
+        (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74), (22, "IQ2_S", 256, 82), (18, "IQ3_XXS", 256, 98),
+        (21, "IQ3_S", 256, 110), (19, "IQ1_S", 256, 50), (29, "IQ1_M", 256, 56),
     )
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The header of one GGUF file. Metadata values are int, float, bool, str or lists of these."""
+    """The header of one GGUF file, or of all its parts. Metadata values are int, float, bool, str or lists of these."""
 
     path: Path
     metadata: dict[str, Any]
@@ -47,8 +52,40 @@ class GgufFile:
         return value
 
 
+def without_part(name: str) -> tuple[str, int]:
+    """A .gguf file's name without its suffix and what tells the part that it is, and how many of these there are."""
+    stem = name.removesuffix(".gguf")
+    part = _PART.fullmatch(stem)
+    return (part[1], int(part[3])) if part else (stem, 1)
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Those in a directory; of one in several parts the first."""
+    files = sorted(folder.glob("*.gguf"))
+    return sorted({without_part(path.name): path for path in reversed(files)}.values())
+
+
 def read_gguf(path: Path) -> GgufFile:
-    """Header of the GGUF file at `path`. Raises CheckpointError if it is none, is truncated or contradicts itself."""
+    """Header of the GGUF file at `path`, or of all the parts that it is one of. Raises CheckpointError if it is none, is
+    truncated or contradicts itself, or a part is missing."""
+    paths, tensors = [path], dict[str, TensorEntry]()
+    if _PART.fullmatch(path.stem):
+        stem, count = without_part(path.name)
+        paths = [path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)] or paths
+    first = _read_header(paths[0])
+    if (count := first.metadata.get("split.count", 1)) != len(paths):
+        told = f"its metadata say {count!r} parts (split.count), its name {len(paths)}"
+        raise CheckpointError(f"{path}: {told}: keep all of them, and their names")
+    for file in (first, *map(_read_header, paths[1:])):
+        if twice := tensors.keys() & file.tensors:
+            raise CheckpointError(f"{file.path}: the tensor {min(twice)!r} is in an earlier part, too")
+        tensors |= file.tensors
+    if (count := first.metadata.get("split.tensors.count", len(tensors))) != len(tensors):
+        raise CheckpointError(f"{path}: its parts have {len(tensors)} tensors, split.tensors.count is {count!r}")
+    return replace(first, tensors=tensors)
+
+
+def _read_header(path: Path) -> GgufFile:
     try:
         with path.open("rb") as file:
             refuse_lfs_pointer(path, file.read(64))
@@ -172,7 +209,7 @@ class _Header:
                 raise self.fail(f"the tensor {name!r} occurs twice")
             if (encoding := _ENCODINGS.get(kind)) is None:
                 known = ", ".join(e.name for e in _ENCODINGS.values())
-                raise self.fail(f"tensor {name!r} has type {kind}, which is not supported ({known} are)")
+                raise self.fail(f"tensor {name!r} has type {kind}, which is not supported: use a file of others ({known})")
             # a vector is read by its elements, of which a block has many
             if min(shape) < 1 or shape[-1] % encoding.block_size or (len(shape) == 1 and encoding.block_size > 1):
                 raise self.fail(f"tensor {name!r}: shape {shape} is not possible for {encoding.name}")

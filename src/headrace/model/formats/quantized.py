@@ -99,6 +99,9 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     if parse is None:
         reason = _REFUSED.get(str(method), f"quantization_config has the method {method!r}")
         raise CheckpointError(f"config.json: {reason}, which is not supported: {INSTEAD}")
+    if config.get("model_type") == "gpt_oss" and method != "mxfp4":
+        told = f"quantization_config has the method {method!r}, and gpt-oss is read in mxfp4 alone"
+        raise CheckpointError(f"config.json: {told}: {INSTEAD}")
     return parse(_Fields(given, str(method)))
 
 
