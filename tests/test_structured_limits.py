@@ -85,6 +85,38 @@ def test_an_explosion_is_refused_and_remembered(core, short, wish, monkeypatch):
     assert refusal(core, wish, "again") == first
 
 
+@pytest.mark.parametrize("when", ["it waits", "it tries"])
+def test_a_trial_that_somebody_else_kills_refuses_nothing(when, monkeypatch):
+    """Whoever is out of memory, say: the next child tries, and no verdict on the grammar is kept."""
+    tried = trial.Trial(backend().spec)
+    try:
+        tried.check(StructuredOutputsParams(regex="a"))
+        first = tried._child
+        assert first is not None
+        if when == "it waits":
+            first.kill()
+            first.wait()
+        else:
+            write = trial.write_message
+            monkeypatch.setattr(trial, "write_message", lambda pipe, message: first.kill() if pipe is first.stdin else write(pipe, message))
+        tried.check(StructuredOutputsParams(regex="b"))
+        assert tried._child is not first
+        with pytest.raises(ParameterError, match="unclosed group"):
+            tried.check(StructuredOutputsParams(regex="("))
+    finally:
+        tried.close()
+
+
+def test_a_trial_that_takes_too_long_is_not_made_twice(monkeypatch):
+    monkeypatch.setattr(trial, "WALL_SECONDS", 0.0)
+    tried = trial.Trial(backend().spec)
+    start, starts = tried._start, []
+    monkeypatch.setattr(tried, "_start", lambda: (starts.append(1), start()))
+    with pytest.raises(ParameterError, match="it takes longer"):
+        tried.check(StructuredOutputsParams(json=LOOPS))
+    assert starts == [1]
+
+
 def test_neighbours_stream_on_while_a_grammar_is_tried(core, short):
     """From the step at which the bad one is added to its refusal, the others get a token at every step."""
     free = EngineRequest("free", [5, 6, 7], complete(SamplingParams(max_tokens=240, ignore_eos=True)), 1)

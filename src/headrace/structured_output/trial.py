@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import subprocess
 import sys
 import threading
@@ -36,17 +37,25 @@ class Trial:
     def __init__(self, spec: Any):
         self._spec = spec  # BackendSpec
         self._child: subprocess.Popen[bytes] | None = None
+        self._killed = False  # the last one, by somebody else: that says nothing about a spec
 
     def check(self, spec: StructuredOutputsParams) -> None:
         """Raises ParameterError with the reason why this spec cannot be had."""
+        reply = self._tried(spec)
+        if reply is None and self._killed:
+            reply = self._tried(spec)
+        if reply is None:
+            raise refused(spec, f"it takes longer than {SECONDS} s, too much memory, or ends the compiler")
+        if reply:
+            raise refused(spec, reply)
+
+    def _tried(self, spec: StructuredOutputsParams) -> str | None:
         if self._child is None:
             self._start()
         reply = self._ask((SECONDS, spec), WALL_SECONDS)
         if reply is None:
             self.close()
-            raise refused(spec, f"it takes longer than {SECONDS} s, too much memory, or ends the compiler")
-        if reply:
-            raise refused(spec, reply)
+        return reply
 
     def _start(self) -> None:
         self._child = subprocess.Popen(
@@ -61,16 +70,26 @@ class Trial:
         """Its answer, or None: it died, perhaps because its time was over."""
         child = self._child
         assert child is not None and child.stdin is not None and child.stdout is not None
-        timer = threading.Timer(seconds, child.kill)
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            child.kill()
+
+        timer = threading.Timer(seconds, end)
         timer.daemon = True
         timer.start()
+        reply: str | None = None
         try:
-            write_message(child.stdin, message)
-            return read_message(child.stdout, str)
-        except (OSError, msgspec.MsgspecError):
-            return None
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                write_message(child.stdin, message)
+                reply = read_message(child.stdout, str)
         finally:
             timer.cancel()
+        if reply is None:
+            child.kill()  # it is ending by itself, or says nothing that can be read
+            self._killed = child.wait() == -signal.SIGKILL and not late.is_set()
+        return reply
 
     def close(self) -> None:
         child, self._child = self._child, None
