@@ -174,6 +174,32 @@ def test_ctrl_c_lets_streams_end(model, tmp_path):
         assert "Traceback" not in server.log() and "KeyboardInterrupt" not in server.log()
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_terminal_that_closes_lets_streams_end(model, tmp_path, processes):
+    """The shell tells all processes of the group, then the kernel does: that is no second signal."""
+    with start(model, tmp_path, "--api-processes", str(processes), builder=BRAKED) as server, server.braked() as let_go:
+        server.wait_ready()
+        core, reader = server.core(), Reader(server)
+        for _ in range(2):
+            os.killpg(server.process.pid, signal.SIGHUP)
+            until(lambda: "draining: 1 requests run" in server.log(), 60)
+        let_go()
+        reader.join(60)
+        assert reader.error is None and reader.text.endswith("data: [DONE]\n\n") and reader.text.count('"length"') == 1
+        assert server.process.wait(60) == 0 and not alive(core) and not leftovers(tmp_path)
+        assert "died" not in server.log() and "cut off" not in server.log()
+
+
+def test_whoever_started_it_by_nohup_keeps_it(model, tmp_path):
+    ignored = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
+    with start(model, tmp_path, builder=BRAKED, before=ignored) as server:
+        server.wait_ready()
+        os.killpg(server.process.pid, signal.SIGHUP)
+        assert server.http.get("/ready").status_code == 200
+        Reader(server).join(60)
+        assert server.terminate() == 0 and "died" not in server.log()
+
+
 def test_any_number_of_ctrl_c_ends_it_well(model, tmp_path):
     """While it loads, when the core's own process has hardly begun, too."""
     with start(model, tmp_path, builder=BRAKED) as server, server.braked() as let_go:

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, whatever ended that."""
+"""Processes that end with the one that started them, whatever ended that, and when it says so."""
 
 from __future__ import annotations
 
@@ -14,3 +14,9 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
     before is not noticed: whoever calls this looks once more."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def leave_signals_to_parent() -> None:
+    """Those that come to all processes of a terminal or a unit: the parent drains first, and then says what there is to do."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

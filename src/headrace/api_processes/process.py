@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import logging
 import os
-import signal
 import socket
 import sys
 
@@ -23,14 +22,13 @@ from headrace.engine.wire import from_wire
 from headrace.errors import HeadraceError
 from headrace.extras import is_installed
 from headrace.logs import configure
-from headrace.parent import end_with_parent
+from headrace.parent import end_with_parent, leave_signals_to_parent
 
 logger = logging.getLogger(__name__)
 
 
 def main(inbox_address: str, outbox_address: str, parent: int, number: int) -> int:
-    for each in (signal.SIGINT, signal.SIGTERM):  # these are for the parent: it drains first
-        signal.signal(each, signal.SIG_IGN)
+    leave_signals_to_parent()
     context = zmq.Context()
     inbox, outbox = connect(context, inbox_address, outbox_address, parent)
     end_with_parent()

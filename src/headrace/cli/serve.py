@@ -135,8 +135,9 @@ class Server:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
+                loop.add_signal_handler(number, self._signal, number)
         host, port = self.listeners[0].getsockname()[:2]
         base = f"{'http' if self.tls is None else 'https'}://{host if ':' not in host else f'[{host}]'}:{port}"
         logger.info("listening on %s", base)
@@ -327,7 +328,9 @@ class Server:
             up = await client.wait_settled()
             logger.info("%d of %d cores are ready after %.2f s", up, count, time.perf_counter() - self.began)
 
-    def _signal(self) -> None:
+    def _signal(self, number: int) -> None:
+        if number == signal.SIGHUP and self.signals:
+            return  # of a terminal that closes the shell tells, and the kernel
         self.signals += 1
         if self.signals > 2:
             os._exit(0 if self.failed is None else 1)  # the core ends with its parent

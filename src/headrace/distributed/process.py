@@ -16,8 +16,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from headrace.config import prepare_threads
-from headrace.engine.process import IDLE_POLL_MS, ignore_signals, leave, serve
+from headrace.engine.process import IDLE_POLL_MS, leave, serve
 from headrace.logs import configure
+from headrace.parent import leave_signals_to_parent
 
 LARGEST_MESSAGE = 2**28  # bytes: a prompt of 16M tokens has 2**26
 
@@ -65,7 +66,7 @@ class Listener:
 
 
 def main(host: str, parent: int, builder: str, traced: bool) -> int:
-    ignore_signals()
+    leave_signals_to_parent()
     prepare_threads()
     context = zmq.Context()
     listener = Listener(context, host, sys.stdin.buffer.readline().strip())

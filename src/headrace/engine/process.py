@@ -52,7 +52,7 @@ from headrace.engine.wire import (
 )
 from headrace.errors import EngineDeadError, HeadraceError
 from headrace.logs import configure, rename
-from headrace.parent import end_with_parent
+from headrace.parent import end_with_parent, leave_signals_to_parent
 from headrace.prewarm import prewarm
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: the sockets are connected before
@@ -256,7 +256,7 @@ def connect(context: zmq.Context, address: str, parent: int) -> zmq.Socket:
 
 
 def main(inbox_address: str, outbox: int, parent: int, builder: str, traced: bool, standby: bool, device: str) -> int:
-    ignore_signals()
+    leave_signals_to_parent()
     inlet = PipeInlet(outbox)
     prepare_threads()
     gc.disable()  # until all is there: nothing of it goes, and looking through it takes tenths of a second
@@ -267,12 +267,6 @@ def main(inbox_address: str, outbox: int, parent: int, builder: str, traced: boo
         threading.Thread(target=import_quietly, args=(builder.partition(":")[0],), daemon=True).start()
     context = zmq.Context()
     return serve(context, connect(context, inbox_address, parent), inlet, parent, builder, traced, standby)
-
-
-def ignore_signals() -> None:
-    """They are for the parent: it drains first and then says Shutdown."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def serve(
