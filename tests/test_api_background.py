@@ -277,6 +277,27 @@ async def test_a_full_queue_refuses_it_at_once_and_keeps_nothing():
         assert (await ended(server, first["id"]))["status"] == "completed"
 
 
+async def test_who_is_not_let_in_has_nothing_of_others_removed():
+    """However often he asks again, also by the id of what is there."""
+    fake = engine(max_model_len=65536)
+    fake.config = type(fake.config)(max_num_seqs=1)
+    async with serving(fake, max_queued_requests=0, responses_store_bytes=20_000) as server:
+        done = [(await server.client.post(PATH, json={"model": MODEL, "input": f"{i}", "request_id": f"{i}"})).json() for i in range(3)]
+        fake.gate.clear()
+        first = await ask(server)
+        for body in ({"background": True}, {"background": True, "stream": True}, {"stream": True}, {}):
+            for input_, request_id in (("x" * 8_000, None), ("x", "1")):
+                answer = await server.client.post(PATH, json={"model": MODEL, "input": input_, "request_id": request_id, **body})
+                assert (answer.status_code, error_of(answer)["code"]) == (429, "queue_full")
+        assert [await shown(server, response["id"]) for response in done] == done
+        fake.gate.set()
+        assert (await ended(server, first["id"]))["status"] == "completed"
+        await server.idle()
+        answer = await server.client.post(PATH, json={"model": MODEL, "input": "x"}, headers={"x-request-timeout": "0.000001"})
+        assert answer.status_code == 504
+        await server.idle()
+
+
 async def test_a_deadline_cuts_it_as_it_does_a_stream():
     fake = engine("text" * 999, bursts=1)
     async with serving(fake) as server:

@@ -31,7 +31,7 @@ from headrace.api.responses_input import (
 )
 from headrace.api.responses_items import Events, Items
 from headrace.api.responses_messages import as_items, left_out, messages, tools_in
-from headrace.api.responses_stored import Held, check_kept, continued, dereferenced, owner, with_ids
+from headrace.api.responses_stored import Held, check_kept, continued, dereferenced, give_back, owner, with_ids
 from headrace.api.responses_tools import ResponseTools
 from headrace.api.structured import Structure, constrain
 from headrace.api.tool_choice import AnswerReader, ToolPolicy, check_tools
@@ -115,19 +115,20 @@ async def _kept(
 ) -> Response:
     """The answer, which is in the store from its beginning on, if there is room; in the background there must be."""
     store, key, taken = answer.ctx.responses, (owner(generation.request), answer.id), with_ids(items)
-    reserve = len(encode(answer.resource())) + FAILURE_BYTES if answer.background else 0
-    stored = store.begin(key, taken, previous, answer.resource, reserve)
-    if stored is None and answer.background:
-        raise _no_room(answer, key, len(encode(taken)) + reserve)
-    if stored is None:
-        return await generation.response()
-    answer.stored, stored.cancel = stored, partial(_cancel, generation, answer)
+    stored, ticket = None, await generation.admit()  # for one that is not let in no other one goes
+    generation.ticket = ticket
     try:
-        if answer.background:
-            return await in_background(generation, answer, stored)
-        return Held(await generation.response(), store, stored)
+        reserve = len(encode(answer.resource())) + FAILURE_BYTES if answer.background else 0
+        stored = store.begin(key, taken, previous, answer.resource, reserve)
+        if stored is not None:
+            answer.stored, stored.cancel = stored, partial(_cancel, generation, answer)
+        if not answer.background:
+            return Held(await generation.response(), store, stored, ticket)
+        if stored is None:
+            raise _no_room(answer, key, len(encode(taken)) + reserve)
+        return in_background(generation, answer, stored, ticket)
     except BaseException:
-        store.release(stored)
+        give_back(store, stored, ticket)
         raise
 
 

@@ -20,6 +20,7 @@ from headrace.api.context import ApiContext
 from headrace.api.errors import ApiError, as_api_error, unsupported
 from headrace.api.generation import Answer, Generation, StreamedAnswer, seconds_left
 from headrace.api.lifeline import DeadlinePassed, Lifeline
+from headrace.api.limits import Ticket
 from headrace.api.response_store import ResponseStore, Stored
 from headrace.api.sse import DIRECT, EventStream, named_event
 
@@ -93,11 +94,10 @@ class BackgroundAnswer(Answer):
         raise NotImplementedError
 
 
-async def in_background(generation: Generation, answer: BackgroundAnswer, stored: Stored) -> Response:
-    """Begin it: the response as it is in the beginning, or its stream. Raises the ApiError of one that is not let in."""
+def in_background(generation: Generation, answer: BackgroundAnswer, stored: Stored, ticket: Ticket) -> Response:
+    """Begin it: the response as it is in the beginning, or its stream."""
     ctx, request = answer.ctx, generation.request
     generation.line = Lifeline(_nothing, seconds_left(request))
-    ticket = generation.ticket = await generation.admit()
     recorder = stored.recorder = Recorder(ctx.responses, stored, keep=bool(answer.body.stream))
     begun = answer.queued()
     recorder.write(begun)

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from headrace.api.context import ApiContext, new_id
 from headrace.api.errors import ApiError, allowed_only, invalid, unsupported
+from headrace.api.limits import Ticket
 from headrace.api.response_store import ResponseStore, Stored, chain
 from headrace.api.responses_background import followed
 
@@ -81,17 +82,23 @@ def check_kept(ctx: ApiContext, field: str, instead: str) -> None:
 
 
 class Held(Response):
-    """An answer that has a place in the store, which it gives back if it does not come to its end."""
+    """An answer that has been let in and may have a place in the store, which it gives back if it does not come to its end."""
 
-    def __init__(self, answer: Response, store: ResponseStore, stored: Stored):
-        self.answer, self.store, self.stored = answer, store, stored
+    def __init__(self, answer: Response, store: ResponseStore, stored: Stored | None, ticket: Ticket):
+        self.answer, self.held = answer, (store, stored, ticket)
         self.status_code, self.background = answer.status_code, None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self.answer(scope, receive, send)
         finally:
-            self.store.release(self.stored)
+            give_back(*self.held)
+
+
+def give_back(store: ResponseStore, stored: Stored | None, ticket: Ticket) -> None:
+    with ticket:
+        if stored is not None:
+            store.release(stored)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
