@@ -88,6 +88,7 @@ class Far(CoreHost):
         self.wires: list[Wire] = []
         self.doors: list[Door] = []
         self.lost = asyncio.Event()
+        self.slow = 0.0  # seconds until it says how a process has ended
 
     async def start(self, *arguments):
         number, door = await super().start(*arguments)
@@ -103,6 +104,7 @@ class Far(CoreHost):
             await asyncio.wait({ended, lost}, return_when=asyncio.FIRST_COMPLETED)
             if lost.done():
                 raise HostGoneError
+            await asyncio.sleep(self.slow)
             return ended.result()
         finally:
             ended.cancel()
@@ -180,8 +182,11 @@ async def test_streams_go_on_when_a_core_is_killed_cut_off_or_lost(front, caplog
     front, host = front
     want = await front.stream(7)
     kill = lambda: os.kill(host.pids[0], signal.SIGKILL)  # noqa: E731
+    host.slow = 0.4  # a busy one: what it says decides who is to blame
     assert await front.stream(7, kill) == want
     await front.restarted(1)
+    assert "died (exit code -9" in caplog.text
+    host.slow = 0.0
     for direction in (0, 1):  # it hears nothing any more, or is not heard: either is its end
         assert await front.stream(7, partial(host.cut, direction)) == want
         await front.restarted(2 + direction)

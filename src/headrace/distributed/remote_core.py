@@ -23,7 +23,7 @@ from headrace.engine.core_link import CoreLink
 from headrace.engine.news_pipe import QueueOutbox
 from headrace.engine.wire import Shutdown
 
-HOST_SECONDS = 0.25  # for the host to say how the process ended, when the connection is lost
+HOST_SECONDS = 1.0  # for the host, which may be busy, to say how the process ended, when the connection is lost
 KILL_SECONDS = 5.0  # for the host to end it
 ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 ENDS |= zmq.EVENT_HANDSHAKE_FAILED_AUTH
