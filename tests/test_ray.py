@@ -46,7 +46,7 @@ def test_streams_survive_a_core(cluster, model, tmp_path):
         assert re.search(r"died \(exit code -9.*; starting another, [1-9]\d* requests go on", server.log()), server.log()
         page = server.metrics()
         assert page["headrace:engine_restarts_total"] == 1 and page["headrace:engine_poisonous_requests_total"] == 0
-        assert server.terminate() == 0
+        assert server.terminate(60) == 0
     until(lambda: not cluster.cores(), 30)
 
 
