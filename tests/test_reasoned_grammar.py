@@ -7,11 +7,13 @@ import json
 import pytest
 
 from fake_engine import TEMPLATE, ByteTokenizer, FakeEngine
+from headrace.api.structured import Structure, renamed
 from headrace.conversation.answer import AnswerFormat
 from headrace.conversation.events import Reasoning, Text
 from headrace.conversation.reasoned_grammar import answer_alone, behind_reasoning
 from headrace.conversation.reasoning import REASONING_FORMATS
 from headrace.conversation.tool_grammar import calls_or_answer
+from headrace.errors import ParameterError
 from server_driver import Api
 from structured_driver import compiled, encode, special_of, takes, with_tokens
 from test_structured_tools import BODY_TOOLS, FORMAT, HI, TOOLS, WRITTEN
@@ -137,6 +139,22 @@ def test_a_thought_that_the_prompt_opens_whatever_the_switches_say_ends_before_t
     assert takes(matcher, 'hm</think>\n\n{"name": "Rome"}') and not takes(matcher, '{"name": "Rome"}')
     blocks = api.ok("/v1/messages", {"messages": HI, "max_tokens": 99, "output_config": {"format": form}})["content"]
     assert [(block["type"], block.get("thinking", block.get("text"))) for block in blocks] == [("thinking", "hm"), ("text", '{"name": "Rome"}')]
+
+
+@pytest.mark.parametrize("tools", [[], BODY_TOOLS])
+@pytest.mark.parametrize(("wrong", "is_placed"), [({"type": "frob"}, True), ({"type": "object", "required": "💧" * 50}, False)])
+def test_what_cannot_be_compiled_is_named_as_it_was_asked_for(tools, wrong, is_placed):
+    """Also where the backend does not say which part of the grammar it is."""
+    api = api_of("{}")
+    api.ok("/v1/chat/completions", {"messages": HI, "tools": tools, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": wrong}}})
+    lark = api.engine.params[-1].structured_outputs.grammar
+    with pytest.raises(ParameterError) as told:
+        compiled(grammar=lark)
+    error = renamed(told.value, Structure("grammar", lark, "tools" if tools else "response_format", "response_format"))
+    if tools and not is_placed:
+        assert (error.field, error.value) == ("tools", "their parameters, or the schema of response_format")
+    else:
+        assert (error.field, error.value) == ("response_format", "the schema")
 
 
 class HarmonyTokenizer(ByteTokenizer):

@@ -60,11 +60,13 @@ def renamed(error: ParameterError, spec: Structure | None) -> ParameterError:
     place = re.match(r"at (\d+)\(", reason_of(error))
     lines = str(spec.value).splitlines()
     line = lines[int(place[1]) - 1] if place and int(place[1]) <= len(lines) else ""
-    if line.startswith("answer: "):
-        return ParameterError(spec.answer, "the schema", f"what can be compiled ({in_words(reason_of(error), 'json')})")
+    allowed = f"what can be compiled ({in_words(reason_of(error), 'json')})"
+    if line.startswith("answer: ") or spec.answer == spec.field:
+        return ParameterError(spec.answer, "the schema", allowed)
+    if spec.answer and not line:
+        return ParameterError(spec.field, f"their parameters, or the schema of {spec.answer}", allowed)
     name = re.search(r'"name": \{"const": ("(?:[^"\\]|\\.)*")\}', line)
-    why = in_words(reason_of(error), "json")
-    return ParameterError(spec.field, f"the parameters of {name[1] if name else 'the tools'}", f"what can be compiled ({why})")
+    return ParameterError(spec.field, f"the parameters of {name[1] if name else 'the tools'}", allowed)
 
 
 def from_response_format(value: dict[str, Any] | None, field: str = "response_format") -> Structure | None:
