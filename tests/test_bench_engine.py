@@ -17,19 +17,24 @@ import torch
 
 from headrace import LLM, SamplingParams
 from headrace.cli import main
+from headrace.model.families import model_config_from_hf
+from headrace.model.formats.quantized import Modules, Quantization, Scheme, quantization_of
 from headrace.worker.reading import Reading
 from headrace_bench import prompts, roofline
 from headrace_bench.engine import Bench
 from headrace_bench.roofline import (
+    NARROW_BYTES,
     Limits,
     Machine,
     Parameters,
     best_and_spread,
     dtype_of_products,
+    held_as,
     measure_limits,
     numbers_of,
 )
 from model_harness import load_tiny
+from quantized_checkpoints import FORMATS
 from tiny_models import write_shape, write_tiny
 
 SMALL = {
@@ -240,6 +245,26 @@ def test_limits_of_experts_count_those_that_are_touched(tmp_path):
     whole = Limits(config, torch.bfloat16, Machine("m", 1e9, 1e12), "fp8", own_head=True)
     assert math.isclose(narrow.weight_bytes(1) - whole.weight_bytes(1), config.vocab_size * config.hidden_size)
     assert limits.prefill_flops(1) - 2 * config.q_size * config.num_layers == 2 * (limits.parameters.plain + held * 3 / 8)
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("fp8-block", "fp8"), ("ct-fp8-dynamic", "fp8"), ("ct-int8", "int8"), ("awq", "int4"), ("gptq-8", "int8"), ("ct-pack4", "int4"), ("modelopt-nvfp4", "nvfp4"),
+])  # fmt: skip
+def test_the_limit_of_a_quantized_file_counts_what_it_holds(name: str, kind: str, tmp_path: Path):
+    """Its head is floats. Random weights of the same config are floats, too."""
+    stored = quantization_of({"quantization_config": FORMATS[name].config})
+    assert (held_as(stored, dummy=False), held_as(stored, dummy=True)) == (kind, None)
+    config = model_config_from_hf(json.loads((Path(write_shape(tmp_path)) / "config.json").read_text()))
+    floats, narrow = (Limits(config, torch.bfloat16, Machine("m", 1e9, 1e12), how) for how in (None, kind))
+    head = 2 * config.vocab_size * config.hidden_size
+    assert math.isclose((narrow.weight_bytes(1) - head) * 2, (floats.weight_bytes(1) - head) * NARROW_BYTES[kind])
+
+
+def test_the_limit_of_random_weights_of_gpt_oss_counts_mxfp4():
+    stored = quantization_of({"model_type": "gpt_oss", "num_local_experts": 4, "quantization_config": {"quant_method": "mxfp4"}})
+    assert held_as(stored, dummy=True) == held_as(stored, dummy=False) == "mxfp4"
+    several = [(Modules(["a"]), Scheme("fp8")), (Modules(["b"]), Scheme("nvfp4", 4))]
+    assert held_as(Quantization("modelopt", tuple(several)), dummy=False) is None
 
 
 def test_limits_of_several_cards(tmp_path):

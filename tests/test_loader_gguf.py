@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 
 import loader_files as files
 from headrace.config import EngineConfig
+from headrace.engine.weight_sizes import weight_bytes
 from headrace.errors import CheckpointError
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.model.families import model_config_from_hf
@@ -79,6 +80,17 @@ def test_a_llama_file_loads_into_fused_weights_in_the_order_of_rows_of_hugging_f
         np.testing.assert_array_equal(layer.mlp_norm, part("ffn_norm"))
     np.testing.assert_array_equal(weights.embedding, tensors["token_embd.weight"])
     assert weights.lm_head.data is weights.embedding
+
+
+@pytest.mark.parametrize(("kind", "item"), [("Q2_K", 2), ("IQ3_S", 2), ("Q4_K", 144 / 256)])
+def test_blocks_that_nothing_multiplies_count_as_floats_on_a_card(kind: str, item: float, tmp_path: Path):
+    name, number = "blk.0.ffn_down.weight", GGMLQuantizationType[kind]
+    rows = np.zeros((files.HIDDEN, 4 * GGML_QUANT_SIZES[number][1]), np.uint8)
+    path = files.write_gguf(tmp_path / "m.gguf", files.llama_tensors() | {name: rows}, kinds={name: number})
+    config = EngineConfig(model=str(path))
+    checkpoint = resolve_checkpoint(config)
+    others = sum(entry.num_bytes for entry in read_gguf(path).tensors.values() if entry.name != name)
+    assert weight_bytes(config, checkpoint, on_card=True) - others == files.HIDDEN * 4 * 256 * item
 
 
 def write_parts(folder: Path, count: int) -> list[Path]:

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.formats.quantized import quantization_of
     from headrace_bench.prompts import PromptBench
-    from headrace_bench.roofline import Limits, dtype_of_products, measure_limits, sustained_flops
+    from headrace_bench.roofline import Limits, dtype_of_products, held_as, measure_limits, sustained_flops
 
     options.setdefault("skip_tokenizer_init", True)
     options.setdefault("max_model_len", max(args.prefill_len, args.input_len + args.output_len, 2048) + 256)
@@ -82,10 +82,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"headrace: warning: {doubt}", file=sys.stderr)
         config = llm.engine.config
         source = resolve_checkpoint(config)
-        stored = quantization_of(source.config)
-        quantization = config.quantization or ("mxfp4" if stored and stored.method == "mxfp4" else None)
+        quantization = config.quantization or held_as(quantization_of(source.config), source.format == "dummy")
         narrow = (quantization, config.kv_cache_dtype == "fp8") if on_cards else (None, False)
-        own_head = not source.ties_head(llm.engine.model.family)
+        own_head = config.quantization is not None and not source.ties_head(llm.engine.model.family)
         limits = Limits(llm.engine.model, llm.engine.dtype, measured, *narrow, reading, own_head)
         bench = Bench(llm, limits)
         results: list[dict[str, Any]] = []

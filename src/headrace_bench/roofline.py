@@ -5,10 +5,10 @@ lower triangle of attention, and reads the weights once for all prompts together
 single rows are left out: the limit is a little too good.
 Of experts those are read that some row chose: with k of E for each of n rows a share of 1 - (1 - k / E)^n is expected, if every
 expert is as likely as any other. A row is multiplied by its own k.
-With `--quantization` the layers' matrices are read in that many bytes, and a head of its own in one; products count at the
-rate of the model's dtype, so prompts in FP8 may pass the limit. The native step of a CPU knows what it reads, whatever the
-formats are; its products count at the rate of 8-bit integers, of bfloat16 or of float32, whichever its weights are about as
-wide as.
+With `--quantization`, or from a quantized file whose matrices are all of one kind, the layers' matrices are read in that many
+bytes, and with the option a head of its own in one; products count at the rate of the model's dtype, so prompts in FP8 may pass
+the limit. The native step of a CPU knows what it reads, whatever the formats are; its products count at the rate of 8-bit
+integers, of bfloat16 or of float32, whichever its weights are about as wide as.
 
 Of several cards each reads and computes its part, and what they add up, twice a layer and once for the embedding, passes
 their links: 2 (N - 1) / N of the rows out of each card, at the rate of a large copy to another card. That a sum takes some
@@ -30,6 +30,7 @@ from headrace.cache.kv_cache import KVCache
 from headrace.model.checkpoint import MADE
 from headrace.model.config import ModelConfig
 from headrace.model.families import weight_plan
+from headrace.model.formats.quantized import Quantization
 from headrace.worker.reading import Reading
 
 ROUNDS, ROUND_RUNS = 5, 6  # of each measurement
@@ -121,7 +122,20 @@ def _seconds(f: Callable[[], object], device: torch.device) -> float:
 
 
 # Of a weight, with its part of its group's scale and of int4 zero point. mxfp4 is of experts alone.
-NARROW_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128, "mxfp4": 0.5 + 2 / 32}
+NARROW_BYTES = {
+    "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128, "mxfp4": 0.5 + 2 / 32, "fp4": 0.5 + 2 / 32, "nvfp4": 0.5 + 4 / 16,
+}  # fmt: skip
+_HELD_AS = {"fp8": "fp8", "int8": "int8", "mxfp4": "fp4", "nvfp4": "nvfp4"}  # of a scheme's format; the others are integers
+
+
+def held_as(stored: Quantization | None, dummy: bool) -> str | None:
+    """Of NARROW_BYTES, what a quantized file's matrices are on a card, if all are alike; random ones are MXFP4 or floats."""
+    if stored is None or (dummy and stored.method != "mxfp4"):
+        return None
+    if stored.method == "mxfp4":
+        return "mxfp4"
+    kinds = {_HELD_AS.get(scheme.format, f"int{scheme.bits}") for scheme in stored.schemes}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)

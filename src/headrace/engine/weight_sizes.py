@@ -8,6 +8,7 @@ from headrace.config import EngineConfig
 from headrace.lora.targets import num_bytes
 from headrace.model.checkpoint import MADE, Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf, weight_plan
+from headrace.model.formats.gguf import DECODED
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
 from headrace.model.weight_names import made_kind
 from headrace.native.precision import choose_precision, stored_encodings
@@ -53,9 +54,9 @@ def _weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) -
             widest = max(KEPT[precision.format_of(encoding)] for encoding in encodings.difference(FLOATS))
             return max(int(elements * widest), sum(tensor.num_bytes for tensor in tensors))
         return sum(_kept_bytes(tensor, precision.format_of(tensor.encoding.name)) for tensor in tensors)
-    if checkpoint.quantized_to() and config.quantization != "none":
-        return sum(tensor.num_bytes for tensor in tensors)
     floats, made = FLOAT_BYTES.get(config.dtype, 2), config.quantization if config.quantization in MADE else None
+    if checkpoint.quantized_to() and config.quantization != "none":
+        return sum(floats * math.prod(t.shape) if t.encoding.name in DECODED else t.num_bytes for t in tensors)
     kinds = [None if made is None else made_kind(spec, made) for spec in plan]
     return int(sum(math.prod(spec.shape) * (KEPT[kind] if kind else floats) for spec, kind in zip(plan, kinds, strict=True)))
 

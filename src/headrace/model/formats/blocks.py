@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from headrace.model.formats.gguf import DECODED
 from headrace.model.formats.tensor_file import TensorEntry, head_order
 from headrace.model.weight import e2m1_values
 
@@ -193,7 +194,5 @@ _DECODERS: dict[str, Decoder] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "MXFP4": _mxfp4,
-    **{name: _by_package(name) for name in (
-        "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M",
-    )},
-}  # fmt: skip
+    **{name: _by_package(name) for name in ("IQ4_NL", *DECODED)},
+}

@@ -35,6 +35,9 @@ _ENCODINGS = {
     )
 }  # fmt: skip
 
+# What nothing multiplies as it is, on any device: decoded to floats when it is read
+DECODED = ("Q2_K", "Q3_K", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M")
+
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
