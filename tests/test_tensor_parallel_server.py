@@ -12,6 +12,7 @@ import httpx
 
 from answers import Ask, ask
 from server_driver import ServerProcess, alive, processes_of, until
+from tiny_models import write_tiny
 
 LONG = {"model": "tiny", "prompt": "The water", "max_tokens": 120, "ignore_eos": True}
 ASKS = [
@@ -20,41 +21,42 @@ ASKS = [
     Ask("/v1/completions", {**LONG, "temperature": 0.8, "seed": 6, "top_p": 0.9, "frequency_penalty": 0.2}, True),
 ]
 SHARED = Path("/dev/shm")
+RANKS, HEADS = 4, {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 
-def test_whichever_rank_is_killed_streams_go_on(model, tmp_path):
-    before = set(SHARED.iterdir())
-    options = ("--served-model-name", "tiny", "--tensor-parallel-size", "2", "--max-restarts", "1000", "--step-timeout", "4")
+def test_whichever_rank_is_killed_streams_go_on(tmp_path):
+    before, model = set(SHARED.iterdir()), str(write_tiny("llama", tmp_path / "model", **HEADS))
+    options = ("--served-model-name", "tiny", "--tensor-parallel-size", str(RANKS), "--max-restarts", "1000", "--step-timeout", "8")
     with ServerProcess(model, *options, builder="core_builders:braked", tmp=tmp_path) as server:
         server.wait_ready()
         want = asyncio.run(answers(server))
-        for rank, number in ((1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)):
-            pids = both(server)
+        for rank, number in ((3, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)):
+            pids = all_of(server)
             got = asyncio.run(answers(server, pids[rank], number))
             assert [a.differs(b) for a, b in zip(got, want, strict=True)] == [None] * len(ASKS)
             gone(pids)
         log = server.log()
         assert (
-            "rank 1 of tensor_parallel_size 2" in log
+            "rank 3 of tensor_parallel_size 4" in log
             and "was killed by SIGKILL; all ranks end" in log
             and "one step takes" in log
         )
         page = server.metrics()
         assert page["headrace:engine_restarts_total"] == 3 and page["headrace:engine_poisonous_requests_total"] == 0
-        pids = both(server)
+        pids = all_of(server)
         assert server.terminate() == 0
         gone(pids)
     assert not list(tmp_path.glob("headrace-*"))
     until(lambda: not set(SHARED.iterdir()) - before, 20)  # others of this machine have files there, too, for a moment
 
 
-def both(server: ServerProcess) -> list[int]:
+def all_of(server: ServerProcess) -> list[int]:
     """The processes of the core's ranks, itself the first, when they are there."""
 
     def found() -> list[int] | None:
         core = server.core()
         pids = [core, *sorted(processes_of(core))] if core and server.is_ready() else []
-        return pids if len(pids) == 2 else None
+        return pids if len(pids) == RANKS else None
 
     return until(found, 60)
 
