@@ -197,7 +197,11 @@ class ServerProcess:
         return Path(self.errors.name).read_text()
 
     def _printed(self, pattern: str) -> str:
-        found = until(lambda: re.search(pattern, self.log()) or self.process.poll() is not None, 120)
+        def seen() -> re.Match[str] | bool | None:
+            ended = self.process.poll() is not None  # asked first: what it has printed before its end is there then
+            return re.search(pattern, self.log()) or ended
+
+        found = until(seen, 120)
         assert not isinstance(found, bool), self.log()
         return found.group(1)
 

@@ -429,6 +429,7 @@ async def test_counters_are_sums_over_all_steps(supply, monkeypatch):
 async def test_idle_time_is_used_after_a_second_of_quiet(supply, monkeypatch):
     """Before anybody has come, too; not between one request and the next, which would have to wait."""
     core, used = (await supply.take(0)).core, []
+    monkeypatch.setattr(process, "QUIET_SECONDS", 3600.0)
     monkeypatch.setattr(core, "idle", lambda: used.append(core.steps) or False)
     loop = CoreLoop(core, Inbox(), lambda said: None)
     loop.turn()

@@ -159,7 +159,7 @@ async def test_who_leaves_with_requests_behind_each_other_ends_the_first(monkeyp
 
 
 async def test_connections_beyond_the_most_are_told_so_and_there_is_room_when_one_goes(monkeypatch, caplog):
-    async with listening(monkeypatch, FakeEngine(), room_for_connections=lambda: 2) as port:
+    async with listening(monkeypatch, FakeEngine(), room_for_connections=lambda: 2, QUIET_SECONDS=3600.0) as port:
         kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
         for request in (WHOLE, b"GET /ready HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /v1/models HTTP/1.0\r\n\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
