@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from answers import Ask, Said, ask
-from server_driver import ServerProcess, processes_of
+from server_driver import ServerProcess, command_of, processes_of
 
 SMALL = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
 
@@ -52,7 +52,7 @@ class Cluster:
 
     def cores(self) -> dict[int, Any]:
         """The node of each core's process."""
-        return {pid: node for node in self.nodes for pid in self._below(self._raylet(node)) if is_core(pid)}
+        return {pid: node for node in self.nodes for pid in self._below(self._raylet(node)) if b"headrace.distributed.process" in command_of(pid)}
 
     def lose(self, node: Any) -> None:
         """All of a node at once, as when its power fails."""
@@ -72,12 +72,6 @@ class Cluster:
 
     def shutdown(self) -> None:
         self._nodes.shutdown()
-
-
-def is_core(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return b"headrace.distributed.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
 
 
 @contextlib.contextmanager

@@ -285,6 +285,13 @@ def processes_of(parent: int, zombies: bool = False) -> Iterator[int]:
                     yield int(entry.name)
 
 
+def command_of(pid: int) -> bytes:
+    """Its words, none if it is no more."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -21,7 +21,7 @@ from answers import parse_metrics
 from headrace.cli.port import bind
 from headrace.engine.socket_pair import PREFIX
 from headrace.errors import ParameterError
-from server_driver import SRC, ServerProcess, alive, until
+from server_driver import SRC, ServerProcess, alive, command_of, until
 from test_server_life import BRAKED, LONG
 from tiny_models import write_tiny
 
@@ -38,15 +38,8 @@ def start(model: str, tmp: Path, *options: str, **more) -> ServerProcess:
     return ServerProcess(model, *always, *options, tmp=tmp, **more)
 
 
-def is_http(pid: int) -> bool:
-    try:
-        return b"headrace.api_processes.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
 def http_processes(server: ServerProcess) -> list[int]:
-    return [pid for pid in server.children() if is_http(pid)]
+    return [pid for pid in server.children() if b"headrace.api_processes.process" in command_of(pid)]
 
 
 def owner(server: ServerProcess, connection: socket.socket) -> int:

@@ -163,17 +163,17 @@ class Front:
 @pytest.fixture
 async def front(model, monkeypatch) -> AsyncIterator[tuple[Front, Far]]:
     monkeypatch.setenv("PYTHONPATH", str(SRC))
-    host = Far()
+    host, before = Far(), set(processes_of(os.getpid(), zombies=True))  # those that other files have left
     front = Front(model, host)
     await front.client.start()
     try:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             await front.client.wait_loaded()
             yield front, host
     finally:
         pids = host.pids
         await front.client.close()
-        until(lambda: not any(map(alive, pids)) and not list(processes_of(os.getpid(), zombies=True)), 30)
+        until(lambda: not any(map(alive, pids)) and set(processes_of(os.getpid(), zombies=True)) <= before, 30)
         for wire in host.wires:
             await wire.close()
 

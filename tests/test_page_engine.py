@@ -16,7 +16,7 @@ from fake_core import FakeSupply
 from fake_engine import FakeEngine
 from headrace.engine.messages import EngineRequest, Outputs
 from played_glass import PlayedGlass, Recording
-from server_driver import ServerProcess, quiet_port, serving, soon
+from server_driver import ServerProcess, command_of, quiet_port, serving, soon
 from test_glass import looked_at, params
 
 HIGH = {"width": 1440, "height": 1400}  # drawings that cannot be seen are not drawn
@@ -296,8 +296,3 @@ async def test_it_comes_back_after_the_core_and_the_server_are_killed(browser, m
         await expect(engine).to_have_attribute("data-status", "live")
         await asyncio.to_thread(complete)
         await expect(number(page, "cached")).to_have_text("2")
-
-
-def command_of(pid: int) -> bytes:
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read()

@@ -21,7 +21,7 @@ from headrace.config import EngineConfig
 from headrace.engine.build import build_engine, choose_device
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
 from rank_threads import run_ranks
-from server_driver import SRC, alive, processes_of, until
+from server_driver import SRC, alive, command_of, processes_of, until
 
 TWO = {"tensor_parallel_size": 2, "device": "cpu", "dtype": "float32"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -179,7 +179,7 @@ def test_a_rank_that_cannot_start_ends_the_start(model, monkeypatch, builder, er
     monkeypatch.setattr(build, "build_rank", builder)
     with pytest.raises(error, match=rf"rank 1 of tensor_parallel_size 2 \(process \d+\) {words}"):
         build_engine(EngineConfig(model=model, max_num_seqs=4, max_model_len=64, **TWO))
-    assert not [p for p in processes_of(os.getpid()) if b"tensor_parallel" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    assert not [p for p in processes_of(os.getpid()) if b"tensor_parallel" in command_of(p)]
 
 
 def test_a_first_rank_that_cannot_start_ends_the_others(model, monkeypatch):
@@ -189,7 +189,7 @@ def test_a_first_rank_that_cannot_start_ends_the_others(model, monkeypatch):
     monkeypatch.setattr(build, "planned", fails)
     with pytest.raises(CapacityError, match="rank 0 has no room"):
         build_engine(EngineConfig(model=model, max_num_seqs=4, max_model_len=64, **TWO))
-    assert not [p for p in processes_of(os.getpid()) if b"tensor_parallel" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    assert not [p for p in processes_of(os.getpid()) if b"tensor_parallel" in command_of(p)]
 
 
 def test_all_ranks_have_the_blocks_of_the_one_with_least_room():
