@@ -16,10 +16,11 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 class FakeHub:
-    """`files`: repository -> file -> content. `cut`: file -> bytes after which the connection breaks, once. `ranges`: what was asked for."""
+    """`files`: repository -> file -> content, of the `commit` that main is; `past`: of earlier ones. `cut`: file -> bytes after which the connection breaks, once. `ranges`: what was asked for."""
 
     def __init__(self, files: dict[str, dict[str, bytes]]):
         self.files, self.cut = files, dict[str, int]()
+        self.commit, self.past = COMMIT, dict[str, dict[str, dict[str, bytes]]]()
         self.ranges: list[tuple[str, str | None]] = []
         routes = [
             Route("/api/models/{org}/{repo}", self._info), Route("/api/models/{org}/{repo}/revision/{revision}", self._info),
@@ -40,15 +41,27 @@ class FakeHub:
         self._server.should_exit = True
         self._thread.join(10)
 
+    def commit_to(self, files: dict[str, dict[str, bytes]]) -> None:
+        """Main is another commit now, with these."""
+        self.past[self.commit] = self.files
+        self.commit, self.files = f"{len(self.past):040x}", files
+
+    def _revision(self, request: Request) -> str:
+        revision: str = request.path_params.get("revision", "main")
+        return self.commit if revision == "main" else revision
+
     def _of(self, request: Request) -> dict[str, bytes] | None:
-        return self.files.get(f"{request.path_params['org']}/{request.path_params['repo']}")
+        revision = self._revision(request)
+        files = self.files if revision == self.commit else self.past.get(revision, {})
+        return files.get(f"{request.path_params['org']}/{request.path_params['repo']}")
 
     async def _info(self, request: Request) -> Response:
+        revision = self._revision(request)
+        if revision not in (self.commit, *self.past):
+            return JSONResponse({"error": "Invalid rev id"}, 404, {"X-Error-Code": "RevisionNotFound"})
         if (files := self._of(request)) is None:
             return JSONResponse({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
-        if request.path_params.get("revision", "main") not in ("main", COMMIT):
-            return JSONResponse({"error": "Invalid rev id"}, 404, {"X-Error-Code": "RevisionNotFound"})
-        return JSONResponse({"id": "x/y", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]})
+        return JSONResponse({"id": "x/y", "sha": revision, "siblings": [{"rfilename": name} for name in files]})
 
     async def _tree(self, request: Request) -> Response:
         files = self._of(request) or {}
@@ -67,7 +80,7 @@ class FakeHub:
             return JSONResponse({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
         asked = request.headers.get("range")
         start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
-        headers = {"ETag": f'"{etag_of(name, data)}"', "X-Repo-Commit": COMMIT, "Content-Length": str(len(data) - start), "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{etag_of(name, data)}"', "X-Repo-Commit": self._revision(request), "Content-Length": str(len(data) - start), "Accept-Ranges": "bytes"}
         if request.method == "HEAD":
             return Response(headers=headers)
         self.ranges.append((name, asked))

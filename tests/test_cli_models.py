@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from headrace.errors import CapacityError, CheckpointError
 from headrace.model import hub as hub_files
 from headrace.model.checkpoint import locate_config, resolve_checkpoint
 from loader_files import write_llama_gguf
-from server_driver import SRC, quiet_port
+from server_driver import SRC, ServerProcess, quiet_port, until
+from tiny_models import write_tiny
 
 WEIGHTS = os.urandom(300_000)
 
@@ -203,6 +205,28 @@ def test_run_serves_and_talks_and_leaves_nothing(model, tmp_path):
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
     assert "listening" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_core_that_is_started_again_has_the_model_that_was_there(hub, tmp_path, monkeypatch):
+    """Although the Hub has another version by now: a stream would go on with other weights, behind the old ones' tokenizer."""
+
+    def files(seed: int) -> dict[str, dict[str, bytes]]:
+        folder = write_tiny("llama", tmp_path / f"{seed}", seed=seed)
+        return {"org/tiny": {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors", "tokenizer.json")}}
+
+    for name, value in (("HF_ENDPOINT", hub.url), ("HF_HUB_CACHE", str(hub.cache)), ("HEADRACE_STANDBY", "0")):
+        monkeypatch.setenv(name, value)
+    hub.files = files(0)
+    with ServerProcess("org/tiny", tmp=tmp_path) as server:
+        server.wait_ready()
+        body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+        first = server.http.post("/v1/completions", json=body).json()["choices"][0]
+        hub.commit_to(files(1))
+        asked, core = len(hub.ranges), server.core()
+        os.kill(core, signal.SIGKILL)
+        until(lambda: server.core() not in (0, core) and server.is_ready(), 60)
+        assert server.http.post("/v1/completions", json=body).json()["choices"][0] == first
+        assert hub.ranges[asked:] == []
 
 
 def test_run_says_why_the_server_does_not_come_up(capfd, model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 
 import httpx
@@ -61,6 +62,18 @@ def test_every_api_is_answered_by_the_model_that_it_names():
             for number, name in enumerate("ab"):
                 await world.ok(path, {**body, "model": name})
                 assert world.models.entries[number].state is State.LOADED
+
+    over_http(check)
+
+
+def test_a_model_that_is_loaded_again_is_the_one_that_was_found_at_the_start():
+    """Not what the Hub has by then: the first client knows the commit."""
+
+    async def check(world: World) -> None:
+        world.models.served[0].client.config = dataclasses.replace(world.models.served[0].client.config, revision="c0ffee")
+        for name in "aba":
+            await world.ok("/v1/completions", {"model": name, "prompt": "hi"})
+        assert [client.config.revision for client in world.clients if client.model_name == "a"] == ["c0ffee", "c0ffee"]
 
     over_http(check)
 

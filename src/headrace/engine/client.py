@@ -40,7 +40,7 @@ from headrace.extras import is_installed
 from headrace.lora.names import meant, salted
 from headrace.lora.served import ServedAdapters
 from headrace.lora.version import Version
-from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
+from headrace.model.checkpoint import Checkpoint, pinned, resolve_checkpoint
 from headrace.model.families import model_config_from_hf
 from headrace.model.tokenizer import Tokenizer
 from headrace.sampling.checks import packed
@@ -69,9 +69,10 @@ class EngineClient:
     ):
         """`supplies` makes what cores come from, of other machines too; None: processes of this one, of which `early` is the
         first, if it has been started. `balancer` chooses where there are several; None: by their loads alone."""
-        self.config, self.supervision = config, supervision or SupervisionConfig()
+        self.supervision = supervision or SupervisionConfig()
         # what the layers above must know of the model: read here, without torch, while the core loads the weights
         self.checkpoint = checkpoint or resolve_checkpoint(config)
+        self.config = config = pinned(config, self.checkpoint)
         self.model_name = self.checkpoint.name
         self.tokenizer = Tokenizer.from_checkpoint(self.checkpoint)
         self.generation_defaults = dict(self.checkpoint.generation_defaults)

@@ -99,6 +99,14 @@ def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
         return dataclasses.replace(checkpoint, tokenizer_path=_locate(config.tokenizer, elsewhere, ["*.json", "*.jinja"]))
 
 
+def pinned(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
+    """`config` for whoever reads that checkpoint once more: the Hub's branch may be at another commit by then, and the cache."""
+    if config.model is None or os.path.exists(os.path.expanduser(config.model)):
+        return config
+    snapshot = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    return dataclasses.replace(config, revision=snapshot.name)
+
+
 def locate_config(config: EngineConfig) -> Path:
     """Where `config.model`, a directory, a .gguf file or a Hub id, lies; of the Hub's its JSON files alone are fetched."""
     with _readable():

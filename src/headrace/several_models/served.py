@@ -63,7 +63,7 @@ class ServedModel:
 
     async def load(self) -> None:
         if self._used:
-            names, self.client = self.client.adapters(), await asyncio.to_thread(self._make, self.spec.engine, self._died)
+            names, self.client = self.client.adapters(), await asyncio.to_thread(self._make, self.client.config, self._died)
             self.client.keep_adapters(names)
         self._used = True
         client = self.client
