@@ -100,7 +100,7 @@ def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
 
 
 def pinned(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
-    """`config` for whoever reads that checkpoint once more: the Hub's branch may be at another commit by then, and the cache."""
+    """`config` for whoever reads that checkpoint once more: the branch may be at another commit by then, and the cache."""
     if config.model is None or os.path.exists(os.path.expanduser(config.model)):
         return config
     snapshot = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
