@@ -160,9 +160,13 @@ def test_a_tag_names_a_file_wherever_a_model_is_named(hub, tmp_path):
         resolve_checkpoint(EngineConfig(model="org/smol-GGUF:Q8_0"))
 
 
-def test_a_tag_names_a_file_in_all_its_parts(hub, tmp_path, capsys):
+@pytest.mark.parametrize("folder", ["", "Q4_1/"])
+def test_a_tag_names_a_file_in_all_its_parts(hub, tmp_path, capsys, folder):
+    """Some have a folder for those of one file."""
     write_llama_gguf(tmp_path / "smol-q4_1.gguf", parts=2)
-    hub.files["org/smol-GGUF"] = {path.name: path.read_bytes() for path in tmp_path.glob("*.gguf")} | {"smol-q8_0.gguf": b"x" * 9}
+    hub.files["org/smol-GGUF"] = {folder + path.name: path.read_bytes() for path in tmp_path.glob("*.gguf")} | {
+        "smol-q8_0.gguf": b"x" * 9, "more/smol-q8_0.gguf": b"another", "Q4_1/config.json": b"another",
+    }  # fmt: skip
     assert main(["pull", "org/smol-GGUF"]) == 1
     size = hub_files.in_bytes(sum(path.stat().st_size for path in tmp_path.glob("*.gguf")))
     assert f"name one of its .gguf files: org/smol-GGUF:q4_1 ({size}), org/smol-GGUF:q8_0 (9 bytes)" in capsys.readouterr().err

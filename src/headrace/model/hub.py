@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -64,7 +64,12 @@ class Pull(NamedTuple):
 
     def partial(self, etag: str, file: str) -> list[Path]:
         """What there is of a file; `etag`: of this content, or * for any."""
-        return [Path(path) for path in glob.glob(f"{glob.escape(str(self.blobs))}/{etag}.{glob.escape(file)}.headrace")]
+        return [Path(path) for path in glob.glob(f"{glob.escape(str(self.blobs))}/{etag}.{glob.escape(_flat(file))}.headrace")]
+
+
+def _flat(file: str) -> str:
+    """Of a file in a folder a name for what is in none."""
+    return file.replace("/", "_")
 
 
 def split_name(name: str) -> tuple[str, str | None]:
@@ -81,9 +86,19 @@ def tag_of(file: str) -> str:
 
 
 def tagged(folder: Path, tag: str) -> list[Path]:
-    """The .gguf file there that a tag names, in all of its parts, or nothing."""
-    found = [path for path in sorted(folder.glob("*.gguf")) if tag_of(path.name).lower() == tag.lower()]
-    return found if found and len(found) == without_part(found[0].name)[1] else []
+    """The .gguf file there, or in a folder of its own, that a tag names, in all of its parts, or nothing."""
+    known = by_tag(str(path.relative_to(folder)) for path in sorted(folder.rglob("*.gguf")))
+    found = next((parts for each, parts in known.items() if each.lower() == tag.lower()), [])
+    return [folder / name for name in found] if found and len(found) == without_part(Path(found[0]).name)[1] else []
+
+
+def by_tag(files: Iterable[str]) -> dict[str, list[str]]:
+    """The parts of each .gguf file of a repository, by its tag; where there are two, of the one in fewer folders."""
+    wholes: dict[str, list[str]] = {}
+    for name in sorted(files):
+        if name.endswith(".gguf") and "mmproj" not in name:
+            wholes.setdefault(str(Path(name).with_name(without_part(Path(name).name)[0])), []).append(name)
+    return {tag_of(wholes[whole][0]): wholes[whole] for whole in sorted(wholes, key=lambda whole: -whole.count("/"))}
 
 
 def find(name: str, revision: str | None) -> Pull:
@@ -91,14 +106,12 @@ def find(name: str, revision: str | None) -> Pull:
     from huggingface_hub import constants, snapshot_download
 
     repo, tag = split_name(name)
-    patterns: dict[str, Any] = {"allow_patterns": [*FILES, "*.gguf"], "ignore_patterns": IGNORED}
+    patterns: dict[str, Any] = {"allow_patterns": [*FILES, "*.gguf"], "ignore_patterns": IGNORED[:-1]}
     with told(repo):
         found: list[Any] = snapshot_download(repo, revision=revision, dry_run=True, tqdm_class=_silent(), **patterns)
-    ggufs: dict[str, list[Any]] = {}
-    for f in found:
-        if f.filename.endswith(".gguf") and "mmproj" not in f.filename:
-            ggufs.setdefault(tag_of(f.filename), []).append(f)
-    rest = [f for f in found if not f.filename.endswith(".gguf")]
+    named = {f.filename: f for f in found}
+    ggufs = {tag: [named[part] for part in parts] for tag, parts in by_tag(named).items()}
+    rest = [f for f in found if not f.filename.endswith(".gguf") and "/" not in f.filename]
     if tag is None and (not ggufs or any(f.filename.endswith(".safetensors") for f in rest)):
         files = rest
     elif tag is None and len(ggufs) == 1:
@@ -170,7 +183,7 @@ def _fetch_large(pull: Pull, file: Any) -> None:
     blob.parent.mkdir(parents=True, exist_ok=True)
     for other in set(pull.partial("*", file.filename)) - set(pull.partial(etag, file.filename)):
         other.unlink()  # of what the file was once
-    partial = blob.with_name(f"{etag}.{file.filename}.headrace")
+    partial = blob.with_name(f"{etag}.{_flat(file.filename)}.headrace")
     with open(partial, "r+b" if partial.exists() else "w+b") as out:
         try:
             fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
