@@ -51,6 +51,14 @@ def test_the_prompt_may_have_opened_or_closed_it(kind, opening, closing):
     assert behind_reasoning(plain, kind, f"<assistant>{opening}\n\n{closing}\n\n", json.dumps) == plain
 
 
+@pytest.mark.parametrize("within", ["</thoughts>so</seed:think>", "<seed:think>so</seed:think>", "[/THINK]"])
+def test_a_thought_that_the_prompt_opens_ends_with_its_own_marker(within):
+    """What ends others is a part of it: for the grammar, and for who reads it."""
+    prompt, text = "<assistant><think>\n", f"{within} on</think>\n{ANSWER}"
+    assert takes(compiled(grammar=behind_reasoning(answer_alone(SCHEMA), "generic", prompt, json.dumps)), text)
+    assert read("generic", prompt, text) == (f"{within} on", ANSWER)
+
+
 def test_markers_that_are_tokens():
     tokens = {"<think>": 3, "</think>": 4}
     for prompt, head in (("hi", [3]), ("<think>\n", []), ("<think>", [3])):

@@ -36,7 +36,7 @@ def _blocks(kind: str, body: str, prompt_end: str, special: Special) -> list[str
     if not inside and prompt_end.endswith(tuple(closing for _, closings in form.blocks for closing in closings)):
         return None
     found, rules = [], [f"THOUGHT: {ANY}", "SPACE: /[ \\t\\r\\n]{1,8}/"]
-    for i, (openings, closings) in enumerate([b for b in form.blocks if inside and prompt_end.endswith(b[0])] or form.blocks):
+    for i, (openings, closings) in enumerate(form.blocks_behind(prompt_end)):
         opened, closed = _either(openings, special), _either(closings, special)
         # text up to a marker that is text, too, ends with it
         rules.append(f"thought_{i}{'' if closed.startswith('(<') else '[lazy]'}: THOUGHT {closed}")

@@ -23,6 +23,10 @@ class ReasoningFormat:
     def markers(self) -> tuple[str, ...]:
         return tuple(marker for openings, closings in self.blocks for marker in openings + closings)
 
+    def blocks_behind(self, prompt: str) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """In which the output may be, by the end of the prompt: all where that has opened none."""
+        return [block for block in self.blocks if prompt.rstrip().endswith(block[0])] or list(self.blocks)
+
     def opened_by(self, prompt: str) -> bool:
         """Whether the output begins inside the block, from the end of the prompt."""
         tail = prompt[-200:].rstrip()
@@ -97,7 +101,8 @@ class ReasoningParser:
         self._state = _State.START
         self._implied = opened
         self._head = ""  # in START and AFTER: what may be white space and a marker
-        self._closing = MarkerScanner([marker for _, closings in self.format.blocks for marker in closings])
+        self._blocks = self.format.blocks_behind(prompt)
+        self._closing = MarkerScanner([marker for _, closings in self._blocks for marker in closings])
         self._wrapped: MarkerScanner | None = None  # of the answer: up to the marker behind it
         self._begun = False  # some reasoning was given out
         self._space: list[str] = []  # white space that is dropped if the block ends after it
@@ -127,7 +132,7 @@ class ReasoningParser:
         """What is left to parse once it is clear how the output begins."""
         head, self._head = self._head + text, ""
         found = head.lstrip()
-        for openings, closings in self.format.blocks:
+        for openings, closings in self._blocks:
             for opening in openings:
                 if found.startswith(opening):
                     self._state, self._closing = _State.INSIDE, MarkerScanner(closings)
