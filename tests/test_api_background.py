@@ -228,6 +228,7 @@ async def test_what_cannot_be_is_refused_by_name():
         error = await ask(server, {"store": False}, 400)
         assert error["param"] == "background" and "store is true" in error["message"]
         assert (await ask(server, {"background": "yes"}, 400))["param"] == "background"
+        assert (await ask(server, {"request_id": "a/b"}, 400))["param"] == "request_id"  # nobody could ask for it
         assert (await ask(server, {"stream_options": {}}, 400))["param"] == "stream_options"
         assert (await ask(server, {"model": "none"}, 404))["param"] == "model"
         fake.gate.clear()

@@ -109,6 +109,8 @@ def check_unserved(body: ResponsesFields) -> None:
             raise unsupported(name, "not supported; send the whole input, or previous_response_id")
     if body.background and body.store is False:
         raise allowed_only("background", "when store is true: whoever asked is not there to take the response")
+    if body.background and "/" in (body.request_id or ""):
+        raise invalid("request_id", "no slash with background: the response is at a path with its id.")
     if body.truncation == "auto":
         raise unsupported("truncation", "only disabled: a prompt is never cut silently (truncate_prompt_tokens cuts it)")
     if body.n not in (None, 1):
