@@ -116,6 +116,12 @@ def mxfp4(rng: np.random.Generator, rows: int, columns: int) -> Packed:
     return {"weight_packed": data, "weight_scale": _t(scale)}, _t(matrix)
 
 
+def mxfp8(rng: np.random.Generator, rows: int, columns: int) -> Packed:
+    data, scale = _e4m3(rng, rows, columns), rng.integers(118, 124, (rows, -(-columns // 32)), dtype=np.uint8)
+    matrix = data.float() * _t(_spread(2.0 ** (scale.astype(np.float32) - 127), 1, 32, (rows, columns)))
+    return {"weight": data, "weight_scale": _t(scale)}, matrix
+
+
 def nvfp4(modelopt: bool = False) -> Packer:
     def pack(rng: np.random.Generator, rows: int, columns: int) -> Packed:
         data, values = _codes(rng, rows, columns)
@@ -223,6 +229,8 @@ FORMATS: dict[str, Format] = {
         compressed("pack-quantized", 8, strategy="group", group_size=32, symmetric=False), packed(8, 32, True), ("int8", "int8")
     ),
     "ct-mxfp4": Format(compressed("mxfp4-pack-quantized", 4, "float", strategy="group", group_size=32), mxfp4, ("fp4", "int8")),
+    "ct-mxfp8": Format(compressed("mxfp8-quantized", 8, "float", strategy="group", group_size=32, scale_dtype="torch.uint8"), mxfp8, ("fp8", "fp8")),
+    "modelopt-mxfp8": Format({"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}, mxfp8, ("fp8", "fp8")),
     "ct-nvfp4": Format(compressed("nvfp4-pack-quantized", 4, "float", **_NVFP4), nvfp4(), ("fp4", "int8")),
     "modelopt-nvfp4": Format(
         {"quant_algo": "NVFP4", "config_groups": {}, "ignore": ["lm_head"], "quant_method": "modelopt"}, nvfp4(True), ("fp4", "int8")

@@ -29,7 +29,7 @@ NATIVE = {  # what each is kept as
     "fp8-block": "F8", "fp8-tensor": "F8", "fp8-tensor-1": "F8", "fbgemm": "F8", "modelopt-fp8": "F8", "ct-fp8-dynamic": "F8",
     "ct-fp8-static": "F8", "ct-fp8-block": "F8", "ct-fp8-naive": "F8", "ct-int8": "Q8_0", "ct-int8-naive": "F16", "ct-pack4": "Q4_0",
     "ct-pack4-channel": "Q4_0", "ct-pack4-asym": "F16", "ct-pack8-asym": "F16", "ct-mxfp4": "Q8_0", "ct-nvfp4": "F16",
-    "modelopt-fp8-rows": "F8", "modelopt-fp8-block": "F8", "modelopt-fp4-only": "F16", "modelopt-nvfp4": "F16", "awq": "Q4_Z", "awq-old": "F16", "gptq": "Q4_Z", "gptq-old": "Q4_Z", "gptq-v2": "Q4_Z", "gptq-8": "F16",
+    "ct-mxfp8": "F8", "modelopt-mxfp8": "F8", "modelopt-fp8-rows": "F8", "modelopt-fp8-block": "F8", "modelopt-fp4-only": "F16", "modelopt-nvfp4": "F16", "awq": "Q4_Z", "awq-old": "F16", "gptq": "Q4_Z", "gptq-old": "Q4_Z", "gptq-v2": "Q4_Z", "gptq-8": "F16",
     "gptq-dynamic": "F16", "auto-round": "Q4_Z", "auto-round-awq": "Q4_Z",
 }  # fmt: skip
 SMALL: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_kv_blocks": 64, "max_num_seqs": 4}

@@ -426,6 +426,7 @@ def _fill(name: str, value: float):
     ("ct-nvfp4", _fill("weight_global_scale", 0.0), f"'{DOWN}.weight_global_scale' holds scales"),
     ("ct-nvfp4", lambda t: t.pop(f"{DOWN}.weight_global_scale"), f"'{DOWN}.weight_global_scale' is missing"),
     ("ct-mxfp4", _set("weight_scale", lambda s: torch.full_like(s, 255)), f"'{DOWN}.weight_scale' holds scales"),
+    ("ct-mxfp8", _set("weight_scale", lambda s: torch.full_like(s, 255)), f"'{DOWN}.weight_scale' holds scales"),
     ("awq", _set("qzeros", lambda z: z.t().contiguous()), f"'{DOWN}.qzeros' is I32 of shape"), ("awq", _fill("scales", float("nan")), f"'{DOWN}.scales'"),
     ("awq", _set("qweight", lambda w: w.float()), f"'{DOWN}.qweight' is F32"), ("awq", lambda t: t.pop(f"{DOWN}.scales"), f"'{DOWN}.scales' is missing"),
     ("gptq", _set("g_idx", lambda g: g.flip(0)), f"'{DOWN}.g_idx' shuffles the columns among the groups .*: use a version made without"),

@@ -266,7 +266,7 @@ def _modelopt_scheme(fields: _Fields) -> Scheme:
 
 _MODELOPT: Mapping[str, Scheme] = MappingProxyType({
     "fp8": Scheme("fp8", tile=(0, 0)), "fp8_per_channel_per_token": Scheme("fp8", tile=(1, 0)),
-    "fp8_pb_wo": Scheme("fp8", tile=(128, 128)),
+    "fp8_pb_wo": Scheme("fp8", tile=(128, 128)), "mxfp8": Scheme("fp8", tile=(1, 32)),
     "nvfp4": Scheme("nvfp4", 4, (1, 16)), "w4a16_nvfp4": Scheme("nvfp4", 4, (1, 16)),
 })  # fmt: skip
 
@@ -303,6 +303,7 @@ _FORMATS: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]] = MappingProxy
     "float-quantized": {"float": ("fp8", (8,))}, "int-quantized": {"int": ("int8", (4, 8))},
     "naive-quantized": {"float": ("fp8", (8,)), "int": ("int8", (4, 8))}, "pack-quantized": {"int": ("packed", (4, 8))},
     "nvfp4-pack-quantized": {"float": ("nvfp4", (4,))}, "mxfp4-pack-quantized": {"float": ("mxfp4", (4,))},
+    "mxfp8-quantized": {"float": ("fp8", (8,))},
 })  # fmt: skip
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import Tensor
+
+from headrace.model.formats.blocks import powers_of_two
 from headrace.model.formats.quantized import Scheme
 from headrace.model.formats.quantized_matrix import Allowed, Read, Role, Rows, by_row, scale_role
 from headrace.model.formats.tensor_file import FLOATS
@@ -13,7 +16,7 @@ _DATA = {"fp8": "F8_E4M3", "int8": "I8"}
 
 
 def roles(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Role]:
-    scales = scale_role(scheme.tile, shape, "weight_scale", "weight_scale_inv", encodings=(*FLOATS, "F8_E8M0"))
+    scales = scale_role(scheme.tile, shape, "weight_scale", "weight_scale_inv", encodings=(*FLOATS, "F8_E8M0", "U8"))
     found = {"data": Role(("weight",), (Allowed((_DATA[scheme.format],), shape),)), "scale": scales}
     if scheme.format == "int8":
         zeros = scale_role(scheme.tile, shape, "weight_zero_point", encodings=("I8", "I32", *FLOATS))
@@ -21,12 +24,17 @@ def roles(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Role]:
     return found
 
 
+def _scales(stored: Rows) -> Tensor:
+    """Bytes are powers of two, as MXFP8 has them."""
+    return powers_of_two(stored.raw.view(stored.number, -1)) if stored.entry.encoding.name == "U8" else stored.decoded()
+
+
 def reader(scheme: Scheme, shape: tuple[int, int]) -> Read:
     """w = (data - zero) * scale; the scale multiplies, whether it is called inverse or not."""
     rows, group = scheme.tile or (1, 0)
 
     def read(parts: Mapping[str, Rows], count: int) -> Weight:
-        scales = by_row(parts["scale"].decoded(), count, rows <= 1)
+        scales = by_row(_scales(parts["scale"]), count, rows <= 1)
         zeros = by_row(parts["zero"].decoded(), count, rows <= 1) if "zero" in parts else None
         kind: Kind = "fp8" if scheme.format == "fp8" else "int8"
         return Weight(parts["data"].decoded(), scales, zeros, kind, group, 1 if len(scales) == count else rows)
