@@ -312,6 +312,29 @@ def test_what_is_played_of_a_rank_is_its_part(family, options, tmp_path) -> None
         assert all(getattr(layer, name).shape == getattr(loaded.layers[0], name).shape for name in MATRICES)
 
 
+@pytest.mark.parametrize(("ranks", "alike"), [(1, True), (2, False)])
+def test_a_note_tells_steps_apart_that_launch_other_kernels(ranks, alike, tmp_path) -> None:
+    """Two ranks' prompts of 6,144 tokens and more have kernels of their own, for which requests waited once steps became larger."""
+    config = EngineConfig(model=write_shape(tmp_path), load_format="dummy", tensor_parallel_size=ranks)
+    checkpoint, card = resolve_checkpoint(config), named_card("h200")
+    limits = resolve(config, model_config_from_hf(checkpoint.config), torch.device("cuda"))
+    small, large = (note_path(config, checkpoint, replace(limits, max_num_batched_tokens=n), card) for n in (4096, 8192))
+    assert (small == large) == alike
+
+
+def test_a_note_is_of_the_tables_of_tiles_too(tmp_path, monkeypatch) -> None:
+    """Those that come with the package, and what was searched on this machine since."""
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
+    package = tmp_path / "package"
+    monkeypatch.setattr(notes, "__file__", str(package / "compile_ahead" / "notes.py"))
+    digests = [notes.source_digest()]
+    for folder in (tmp_path / "tiles", package / "fast_decode" / "tables"):
+        folder.mkdir(parents=True)
+        (folder / "NVIDIA_H200.json").write_text("{}")
+        digests.append(notes.source_digest())
+    assert len(set(digests)) == 3
+
+
 def test_of_ranks_with_narrow_weights_or_adapters_nothing_is_compiled_ahead(tmp_path) -> None:
     shape = EngineConfig(model=write_shape(tmp_path), load_format="dummy", tensor_parallel_size=2)
     checkpoint = resolve_checkpoint(shape)

@@ -35,8 +35,11 @@ def note_path(config: EngineConfig, checkpoint: Checkpoint, limits: Limits, card
     """Where it is noted that all is compiled for a model of this shape, with these options, on this card, by this code."""
     import triton
 
+    from headrace.fast_decode.pieces import least_rows
+
     sizes = {name: getattr(limits, name) for name in ("max_num_seqs", "max_model_len", "block_size", "max_draft_rows")}
-    sizes["most"] = min(limits.max_num_batched_tokens, 4096)
+    alike = 4096 if config.tensor_parallel_size == 1 else 2 * least_rows()  # tokens from which on no step has forms of its own
+    sizes["most"] = min(limits.max_num_batched_tokens, alike)
     options = {name: getattr(config, name) for name in SHAPING}
     shape = [checkpoint.config, checkpoint.quantized_to(), sizes, options]
     card_words = [card.name, card.capability, card.multiprocessors, triton.__version__, triton.__file__, sys.version]
@@ -45,10 +48,10 @@ def note_path(config: EngineConfig, checkpoint: Checkpoint, limits: Limits, card
 
 
 def source_digest() -> str:
-    """Of what kernels and their launches are made by."""
+    """Of what kernels and their launches are made by, tables of tiles that were searched on this machine among it."""
     digest, root = hashlib.sha256(), Path(__file__).resolve().parent.parent
-    for folder in SOURCES:
-        for path in sorted((root / folder).rglob("*.py")):
+    for folder in [*(root / name for name in SOURCES), cache_dir() / "tiles"]:
+        for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
