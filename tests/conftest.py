@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
     triton_interpreter.mend()
 
-# A suite says of the same source the same twice. `--hypothesis-profile=drawn` has other examples each time, and finds what these do not.
+# A suite says of the same source the same twice. With `--hypothesis-profile=drawn` the examples are others each time.
 settings.register_profile("drawn", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # others may have the core meanwhile
 settings.register_profile("same", settings.get_profile("drawn"), derandomize=True)
 settings.load_profile("same")

@@ -125,6 +125,11 @@ JUDGES = [
         counts=r"(?:(?P<failed>\d+) failed, )?(?P<passed>\d+) passed",
     ),
     Judge(
+        "properties, examples drawn anew", (),
+        (sys.executable, "-m", "pytest", "-m", "hypothesis", "--hypothesis-profile=drawn", str(HERE.parent)), server="",
+        counts=r"(?:(?P<failed>\d+) failed, )?(?P<passed>\d+) passed",
+    ),
+    Judge(
         "kernels for all cards", (), (sys.executable, "-m", "pytest", str(HERE / "cards.py")), server="", seconds=7200,
         counts=r"(?:(?P<failed>\d+) failed, )?(?P<passed>\d+) passed",
     ),
