@@ -4,6 +4,7 @@ reads, and what is said of it is true."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -112,6 +113,23 @@ def test_a_process_that_dies_costs_its_job_alone(tmp_path) -> None:
         assert pool.run() == Tally(5, 1)
     assert not list((tmp_path / "cache" / "KEY").iterdir())
     assert children() <= before
+
+
+def test_a_pool_does_with_the_processes_that_it_gets(tmp_path, monkeypatch) -> None:
+    """A container may have few, a machine without overcommitted memory no room for more."""
+    fork, asked = os.fork, []
+
+    def none_beside() -> int:
+        asked.append(len(asked))
+        if len(asked) > 1:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", none_beside)
+    with Pool([partial(write, tmp_path / str(i), "") for i in range(5)], 3, tmp_path) as pool:
+        assert pool.run() == Tally(5, 0) and len(asked) > 1
+    with pytest.raises(BlockingIOError), Pool([fail], 1, tmp_path) as pool:
+        pool.run()
 
 
 def test_a_pool_takes_only_what_its_own_processes_have_left_half_done(tmp_path) -> None:

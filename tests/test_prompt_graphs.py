@@ -213,6 +213,21 @@ def test_prompts_that_cannot_be_captured_are_computed(caplog) -> None:
         preparation.finish(runner, None, 100)
 
 
+def test_a_device_that_is_lost_before_the_first_request_ends_the_start(monkeypatch) -> None:
+    """It was ready, and every request of every core that came next failed."""
+
+    def lost() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    runner = SimpleNamespace(graphs=None, prompts=SimpleNamespace(prepare=lost), leave_preparations=lambda: None)
+    preparation = Preparation.__new__(Preparation)
+    preparation._wanted, preparation._alone, preparation._compilation = True, True, None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        preparation.finish(runner, None, 100)
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     return str(write_tiny("qwen3", tmp_path_factory.mktemp("tiny")))

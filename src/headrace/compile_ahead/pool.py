@@ -73,8 +73,8 @@ class Pool:
             selector.register(self._news, selectors.EVENT_READ)
             while self._open and time.monotonic() - self._heard < self._seconds + 1.0:
                 self._feed(waiting)
-                while len(self._working) < min(self._processes, len(self._open)):
-                    self._fork()
+                while len(self._working) < min(self._processes, len(self._open)) and self._fork():
+                    pass
                 selector.select(0.2)
                 self._read()
                 self._bury()
@@ -140,11 +140,18 @@ class Pool:
             self._cut.append(process)
         return job
 
-    def _fork(self) -> None:
-        parent, process = os.getpid(), os.fork()
+    def _fork(self) -> bool:
+        """Whether there is one more; where no more can be had, of processes or memory, fewer do."""
+        parent = os.getpid()
+        try:
+            process = os.fork()
+        except OSError:
+            if not self._working:
+                raise
+            return False
         if process:
             self._working[process] = (-1, time.monotonic())
-            return
+            return True
         try:
             os.setpgid(0, 0)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -81,6 +81,8 @@ class Preparation:
         except Exception:
             if not self._alone:  # the others have done what this one has not: all end
                 raise
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # a device that is lost says so again: no request would be answered
             logger.exception("what is prepared before the first request failed; it is done when it is needed")
             runner.leave_preparations()
             runner.prompts = None  # what perhaps cannot be captured is not tried among requests
