@@ -200,6 +200,17 @@ def test_whoever_started_it_by_nohup_keeps_it(model, tmp_path):
         assert server.terminate() == 0 and "died" not in server.log()
 
 
+def test_signals_that_were_blocked_where_it_was_started_are_heard(model, tmp_path):
+    """Without SIGCHLD no end of a child is seen: a dead core had no successor, and the server no end."""
+    blocked = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD, signal.SIGTERM));"
+    with start(model, tmp_path, before=blocked) as server:
+        server.wait_ready()
+        core = server.core()
+        os.kill(core, signal.SIGKILL)
+        until(lambda: server.core() not in (0, core) and server.is_ready(), 60)
+        assert server.terminate() == 0 and not server.children()
+
+
 def test_any_number_of_ctrl_c_ends_it_well(model, tmp_path):
     """While it loads, when the core's own process has hardly begun, too."""
     with start(model, tmp_path, builder=BRAKED) as server, server.braked() as let_go:

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
     configure("server", options.log_level, options.log_format)
     logger.setLevel(logging.INFO)  # what it does and how it fares is told at every level
     named_model(args)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whoever started this may have blocked some: then no child's end is seen
     listeners = bind(options.host, options.port, options.api_processes)
     loop = importlib.import_module("uvloop" if is_installed("uvloop") else "asyncio")
     return loop.run(serve(options, args, listeners, began, builder))
