@@ -237,6 +237,29 @@ def test_calls_are_forced_in_the_format_of_the_model(form, choice):
     assert takes(matcher, other) == (choice == "required")
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
+@pytest.mark.parametrize("form", ["hermes", "deepseek_v3", "kimi_k2", "qwen3_coder"])
+def test_forced_calls_come_behind_a_thought_that_the_prompt_has_opened(form, choice):
+    """A model that has begun to think in the prompt would write them amid its thought."""
+    call = WRITTEN.get(form) or (ARGUMENTS if choice != "required" else WRITTEN[None])
+    engine = FakeEngine(script=lambda ids, params: f"Let me see <\n</think>\n\n{call}", supports_structured=True)
+    engine.tokenizer.chat_templates = {"default": "{# </think> #}" + TEMPLATE + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"}
+    api = Api(engine, tool_parser=form)
+    body = {"messages": HI, "tools": BODY_TOOLS, "tool_choice": choice}
+    message = api.ok("/v1/chat/completions", body)["choices"][0]["message"]
+    function = message["tool_calls"][0]["function"]
+    assert (message["reasoning"], function["name"], json.loads(function["arguments"]), message["content"]) == ("Let me see <", "weather", {"city": "Köln", "days": 3}, None)
+    matcher = compiled(grammar=api.engine.params[-1].structured_outputs.grammar)
+    assert takes(matcher, f"Let me see <\n</think>\n\n{call}") and not takes(matcher, call) and not takes(matcher, "Let me see</think>hello")
+    deltas = [choice["delta"] for chunk in api.events("/v1/chat/completions", body) for choice in chunk["choices"]]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "Let me see <" and any("tool_calls" in delta for delta in deltas)
+    engine.script = lambda ids, params: call
+    message = api.ok("/v1/chat/completions", {**body, "reasoning_effort": "none"})["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"]["name"] == "weather" and "reasoning" not in message
+    wish = api.engine.params[-1].structured_outputs
+    assert takes(compiled(**{wish.kind: getattr(wish, wish.kind)}), call)
+
+
 ARGUMENTS = '{"city": "Köln", "days": 3}'
 
 

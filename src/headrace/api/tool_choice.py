@@ -15,7 +15,7 @@ from headrace.api.structured import Structure
 from headrace.conversation.answer import AnswerParser, special_id
 from headrace.conversation.events import CallArguments, CallBegin, Event, Text
 from headrace.conversation.reasoned_grammar import answer_alone, behind_reasoning
-from headrace.conversation.reasoning import REASONING_FORMATS
+from headrace.conversation.reasoning import REASONING_FORMATS, ReasoningParser
 from headrace.conversation.tagged_grammar import NotStrict
 from headrace.conversation.tool_formats import JsonListParser, NamedCallParser
 from headrace.conversation.tool_grammar import FREE_FORMATS, JSON_FORMATS, Tool, calls_or_answer, forced_calls, free_calls
@@ -79,7 +79,7 @@ class ToolPolicy:
         self.only_bound = bound and not self.forced and not strict
         self.strict = (strict and not self.forced) or self.only_bound
         self.or_answer = False  # the output is calls or an answer in the request's format, both by one grammar
-        self.reasons = False  # before that, or before an answer in a format, the model may reason
+        self.reasons = False  # before what a grammar holds the model may reason
         if self.tools and not self.forced and form is None:
             raise unsupported("tools", "the way in which this model writes tool calls is not known (see --tool-parser)")
 
@@ -136,19 +136,21 @@ class ToolPolicy:
 
     def behind_reasoning(self, spec: Structure | None, prompt_end: str, kwargs: Mapping[str, Any]) -> Structure | None:
         """A constraint of joined() for a format of the answer, where the model may reason before that: not if the switches of
-        its template, `kwargs`, are off and have an effect. gpt-oss has none, and its answer is in a message in any case."""
+        its template, `kwargs`, are off and have an effect. gpt-oss has none, and its answer is in a message in any case. Forced
+        calls wait for the end of a thought that the prompt has begun."""
         kind = self.ctx.answer_format.reasoning
-        if spec is None or kind is None or self.forced or spec.field == "structured_outputs":
+        if spec is None or kind is None or spec.field == "structured_outputs":
             return spec
-        able = kind == "openai_gptoss" or REASONING_FORMATS[kind].opened_by(prompt_end)
-        if not able and False in (kwargs.get("enable_thinking"), kwargs.get("thinking")):
+        begun = REASONING_FORMATS[kind].opened_by(prompt_end)
+        off = kind != "openai_gptoss" and False in (kwargs.get("enable_thinking"), kwargs.get("thinking"))
+        if not begun and (off or self.forced):
             return spec
-        schema = _of_answer(spec)
-        plain = spec.value if self.or_answer else None if schema is None else answer_alone(schema)
+        calls, schema = spec.kind == "grammar" and (self.or_answer or self.forced), _of_answer(spec)
+        plain = spec.value if calls else None if schema is None else answer_alone(schema)
         if plain is None or (lark := behind_reasoning(plain, kind, prompt_end, self._special)) == plain:
             return spec
         self.reasons = True
-        return Structure("grammar", lark, spec.field, spec.answer or spec.field)
+        return Structure("grammar", lark, spec.field, spec.answer if calls else spec.field)
 
     def _held(self) -> list[Tool]:
         """The tools as a grammar holds calls to them."""
@@ -167,7 +169,8 @@ class ToolPolicy:
         """Some markers are special tokens, which the text must then contain."""
         form = self.ctx.answer_format
         tools = bool(self.tools) and (not self.forced or form.tools in JSON_FORMATS)
-        if not params.skip_special_tokens or not form.needs_special_tokens(self.ctx.engine.tokenizer, not self.forced, tools):
+        thoughts = self.reasons or not self.forced
+        if not params.skip_special_tokens or not form.needs_special_tokens(self.ctx.engine.tokenizer, thoughts, tools):
             return params
         return msgspec.structs.replace(params, skip_special_tokens=False, spaces_between_special_tokens=False)
 
@@ -176,11 +179,10 @@ class ToolPolicy:
         strict tools where any text may stand beside them, and where `behind_reasoning` lets it)."""
         form = self.ctx.answer_format
         if self.forced and form.tools in JSON_FORMATS:
-            return AnswerReader(self, form.parser(prompt_end, reasoning=False, constrained=True))
-        if self.named is not None:
-            return AnswerReader(self, AnswerParser(None, NamedCallParser(self.named)))
+            return AnswerReader(self, form.parser(prompt_end, reasoning=self.reasons, constrained=True))
         if self.forced:
-            return AnswerReader(self, AnswerParser(None, JsonListParser()))
+            thoughts = ReasoningParser(form.reasoning, prompt_end) if self.reasons and form.reasoning else None
+            return AnswerReader(self, AnswerParser(thoughts, NamedCallParser(self.named) if self.named else JsonListParser()))
         plain = (structured and not self.reasons and (self.or_answer or not self.strict)) or form.reasoning is None
         if plain and not self.tools:
             return AnswerReader(self, None)
