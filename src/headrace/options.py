@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from headrace.errors import ParameterError
+from headrace.foreign_values import instead_of_value
 
 UNITS = {"SECONDS": "seconds", "MS": "milliseconds"}  # unit -> what an error calls such numbers
 
@@ -74,7 +75,7 @@ class Option:
             return
         for one in value if self.many and isinstance(value, tuple) else (value,):
             if not self._takes(one):
-                raise ParameterError(self.name, value, self.allowed or "a text")
+                raise ParameterError(self.name, value, (self.allowed or "a text") + instead_of_value(self.name, one))
 
     def _takes(self, value: Any) -> bool:
         if self.choices:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Container, Mapping
 from types import MappingProxyType
 
+from headrace.foreign_values import instead_of_value
+
 # theirs -> ours, or what there is instead
 FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType({
     **dict.fromkeys(("-m", "--model-path"), "--model"), "--tokenizer-path": "--tokenizer", "--alias": "--served-model-name",
@@ -50,13 +52,6 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType({
     ),
 })  # fmt: skip
 
-_QUANTIZED = "a quantized checkpoint needs no option"
-FOREIGN_VALUES: Mapping[str, str] = MappingProxyType({
-    **dict.fromkeys(("half", "fp16"), "float16"), **dict.fromkeys(("float", "fp32"), "float32"), "bf16": "bfloat16",
-    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2"), "fp8"),
-    **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "mxfp4"), _QUANTIZED),
-})  # fmt: skip
-
 
 def instead_of(word: str, known: Container[str]) -> str:
     """What to give instead of the unknown option `word`, where there are these; nothing for one that is known nowhere."""
@@ -69,6 +64,5 @@ def instead_of(word: str, known: Container[str]) -> str:
 
 def meant_by(message: str) -> str:
     """What to give instead of the value that argparse's `message` says is no choice."""
-    found = re.search(r"^argument (?:--dtype|--kv-cache-dtype|--quantization): invalid choice: '([^']*)'", message)
-    advice = FOREIGN_VALUES.get(found[1]) if found else None
-    return f" (here: {advice})" if advice else ""
+    found = re.search(r"^argument --([\w-]+): invalid choice: '([^']*)'", message)
+    return instead_of_value(found[1].replace("-", "_"), found[2]) if found else ""
