@@ -280,17 +280,23 @@ class Bounds(RuleBasedStateMachine):
         kept = [s for s in self.ended if not s.gone and chain(s) is not None]
         previous = data.draw(st.sampled_from([None, *kept]))
         self.count += 1
+        there = set(self.store._kept.values())
         stored = self.store.begin((0, f"{self.count}"), [{"x": "x" * size}], previous, dict, reserve)
         if stored is not None:
             self.running.append(stored)
+        else:
+            assert set(self.store._kept.values()) == there, "for nothing"
 
     @rule(size=st.integers(0, 120), data=st.data())
     def end(self, size, data):
         if self.running:
             stored = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+            there = set(self.store._kept.values())
             if self.store.end(stored, self.resource(size)):
                 self.ended.append(stored)
-            elif stored.reserve:
+                return
+            assert set(self.store._kept.values()) == there
+            if stored.reserve:
                 assert size % 2 or size > 40
                 self.running.append(stored)
             else:
@@ -304,7 +310,7 @@ class Bounds(RuleBasedStateMachine):
             if self.store.grow(stored, size):
                 self.grown[stored] += size
             else:
-                assert size > 0
+                assert size > 0 and list(self.store._kept.values()) == kept
             assert not stored.gone
 
     @rule(data=st.data())
@@ -354,3 +360,20 @@ def test_the_least_recently_used_end_goes_first():
     store.find((0, "a"))
     f = add("f")
     assert d.gone and not any(s.gone for s in (a, c, e, f))
+
+
+def test_for_what_has_no_room_in_any_case_nothing_goes():
+    """A conversation that goes on stays, whatever else is asked for."""
+    store = ResponseStore(1000)
+
+    def add(name: str, size: int):
+        stored = store.begin((0, name), [], None, dict)
+        assert stored is not None and store.end(stored, b'{"output":[]%s}' % (b" " * size))
+        return stored
+
+    begun, other = add("begun", 500), add("other", 200)
+    running = store.begin((0, "running"), [], begun, dict)
+    assert running is not None and store.begin((0, "new"), [{"x": "x" * 700}], None, dict) is None and not other.gone
+    assert not store.grow(running, 700) and not store.end(running, b'{"output":[]%s}' % (b" " * 700)) and not other.gone
+    assert store.grow(running, 400) and other.gone and not begun.gone
+    assert store.end(running, b'{"output":[]}') and not store.grow(begun, 500) and not running.gone

@@ -103,7 +103,7 @@ class ResponseStore:
         if previous is not None:
             previous.children += 1  # from here on it cannot go
         # it may have been removed while the prompt was made
-        if (previous is not None and previous.gone) or not self._room(stored.size, 1):
+        if (previous is not None and previous.gone) or not self._room(stored.size, 1, previous):
             self._forget_previous(stored)
             return None
         self._kept[key] = stored
@@ -117,7 +117,7 @@ class ResponseStore:
             return False
         ids = tuple(item.id for item in msgspec.json.decode(resource, type=_Output).output if item.id is not None)
         size = len(resource) + ITEM_BYTES * len(ids) - stored.reserve
-        if not self._room(size, 0):
+        if not self._room(size, 0, stored):
             return False
         stored.now, stored.resource, stored.cancel, stored.ids = None, resource, None, ids
         stored.size += size
@@ -130,13 +130,11 @@ class ResponseStore:
         """It takes so many bytes more, or fewer. False: there is no room for them."""
         if stored.gone:
             return False
-        stored.children += 1  # it must not go to make room for itself
-        found = self._room(size, 0)
-        stored.children -= 1
-        if found:
-            stored.size += size
-            self.num_bytes += size
-        return found
+        if not self._room(size, 0, stored):
+            return False
+        stored.size += size
+        self.num_bytes += size
+        return True
 
     def release(self, stored: Stored) -> None:
         """Nobody runs it any more: without an end, it has never been."""
@@ -159,16 +157,17 @@ class ResponseStore:
             stored.previous.children -= 1
             stored.previous = None
 
-    def _room(self, size: int, count: int) -> bool:
-        """Make room, if there can be enough."""
-        fixed = sum(s.size for s in self._kept.values() if s.now is not None)
-        if fixed + size > self.max_bytes:
+    def _room(self, size: int, count: int, beside: Stored | None) -> bool:
+        """Make room, if there can be enough beside that one, what runs and what these continue; else nothing goes."""
+        staying: set[Stored] = set()
+        for link in (beside, *(s for s in self._kept.values() if s.now is not None)):
+            while link is not None and not link.gone and link not in staying:
+                staying.add(link)
+                link = link.previous
+        if sum(s.size for s in staying) + size > self.max_bytes or len(staying) + count > self.max_count:
             return False
         while self.num_bytes + size > self.max_bytes or len(self._kept) + count > self.max_count:
-            last = next((s for s in self._kept.values() if s.now is None and not s.children), None)
-            if last is None:
-                return False
-            self.remove(last)
+            self.remove(next(s for s in self._kept.values() if not s.children and s not in staying))
         return True
 
 
