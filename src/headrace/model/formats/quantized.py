@@ -54,11 +54,18 @@ class Modules:
         patterns = [entry for entry in entries if entry.startswith("re:") or "*" in entry]
         self._names = frozenset(entries).difference(patterns)
         self._patterns = [re.compile(entry[3:] if entry.startswith("re:") else translate(entry)) for entry in patterns]
+        self._known = {"": False}
 
     def have(self, module: str) -> bool:
-        parts = module.split(".")
-        spans = (".".join(parts[first:stop]) for stop in range(len(parts), 0, -1) for first in range(stop))
-        return not self._names.isdisjoint(spans) or any(pattern.match(module) for pattern in self._patterns)
+        return self._named(module) or any(pattern.match(module) for pattern in self._patterns)
+
+    def _named(self, module: str) -> bool:
+        """By the end of its own name, or as what it is part of, which is asked for once."""
+        if module not in self._known:
+            parts = module.split(".")
+            ends = (".".join(parts[first:]) for first in range(len(parts)))
+            self._known[module] = not self._names.isdisjoint(ends) or self._named(module.rpartition(".")[0])
+        return self._known[module]
 
 
 @dataclass(frozen=True, slots=True)
