@@ -370,6 +370,12 @@ async def test_what_is_kept_is_bounded():
         assert [(await ended(server, r))["status"] for r in running] == ["completed"] * 8
         await soon(lambda: not server.app.state.api.tasks)
         assert store.num_bytes == sum(stored.size for stored in store._kept.values()) <= 40_000
+    fake = engine("word " * 4000, bursts=10**5, max_model_len=1 << 16)
+    async with serving(fake, responses_store_bytes=95_000) as server:  # for its events, or for it
+        answer = await server.client.post(PATH, json={"model": MODEL, "input": "hi", "background": True, "stream": True, "request_id": "it"})
+        last = await ended(server, "resp_it")
+        assert last["status"] == "completed" and last["output"][0]["content"][0]["text"] == "word " * 4000
+        assert parse_events(answer.text)[-1]["code"] == "events_not_kept" and server.app.state.api.responses.num_bytes < 22_000
     fake = engine("word " * 780)
     async with serving(fake, responses_store_bytes=5000) as server:
         (large, small) = [await ended(server, (await ask(server, {"max_output_tokens": n}))["id"]) for n in (3901, 20)]

@@ -53,11 +53,16 @@ class Recorder:
         events = [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]
         size, kept = len(data) + EVENT_BYTES * len(events), not self._stored.gone  # else its end is left, for who reads it
         if kept and size > self._left and not self._take(max(size, min(ROOM, self._store.max_bytes // 64))):
-            self._store.grow(self._stored, -self._held)
-            self.events, self._left = None, 0
+            self.drop()
         else:
             self._left -= size
             self.events += events
+        self._tell()
+
+    def drop(self) -> None:
+        """Keep none any more."""
+        self._store.grow(self._stored, -self._held)
+        self.events, self._held, self._left = None, 0, 0
         self._tell()
 
     def _take(self, size: int) -> bool:
