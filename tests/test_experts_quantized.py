@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headrace.compile_ahead.weights import weights_without_data
@@ -24,6 +25,7 @@ from headrace.model.weight import Weight, dequantized
 from model_harness import Sequences
 from quantized_checkpoints import FORMATS, Tiny, write_quantized
 from test_model_families import assert_close, reference, tokens
+from tiny_gemma4 import EXPERTS, SMALL
 from tiny_models import write_tiny
 
 CPU = torch.device("cpu")
@@ -65,6 +67,39 @@ def test_experts_are_the_formula_and_ranks_have_their_own(name: str, inner: int,
         own = more(tiny.path, Shard(rank, 2), narrow=True)
         for part in NAMES:
             assert torch.equal(dequantized(own[part], torch.float32), expected[part].chunk(2)[rank]), part
+
+
+@pytest.mark.parametrize("name", [None, "fp8-block", "ct-fp8-dynamic", "ct-pack4-asym", "modelopt-nvfp4", "awq"])
+def test_gemmas_experts_are_read_one_by_one_as_those_who_quantize_them_write_them(name: str | None, tmp_path: Path):
+    """Its own files have all of a layer in two tensors."""
+    path = write_tiny("gemma4", tmp_path / "floats", **EXPERTS | SMALL | {"hidden_size": 128, "moe_intermediate_size": 32})
+    tensors, rng = load_file(path / "model.safetensors"), np.random.default_rng(0)
+    config = json.loads((path / "config.json").read_text())
+    stored = {key: tensor for key, tensor in tensors.items() if ".experts." not in key}
+    for key in tensors.keys() - stored.keys():
+        prefix, _, kind = key.rpartition(".")
+        for e, expert in enumerate(tensors[key]):
+            parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+            halves = [half.contiguous() for half in expert.chunk(len(parts))]
+            for i, part in enumerate(parts):
+                found = {"weight": halves[i]}
+                if name is not None:
+                    found, halves[i] = FORMATS[name].pack(rng, *halves[i].shape)
+                stored |= {f"{prefix}.{e}.{part}.{suffix}": tensor for suffix, tensor in found.items()}
+            expert.copy_(torch.cat(halves))
+    save_file(tensors, path / "model.safetensors")
+    (quantized := tmp_path / "quantized").mkdir()
+    save_file(stored, quantized / "model.safetensors")
+    (quantized / "config.json").write_text(json.dumps(config | ({"quantization_config": FORMATS[name].config} if name else {})))
+    for shard in (WHOLE, Shard(1, 2)):
+        wanted, found = more(path, shard), more(quantized, shard, narrow=True)
+        assert wanted.keys() == found.keys()
+        for part in NAMES:
+            assert torch.equal(dequantized(found[part], torch.bfloat16), wanted[part].data), part
+            assert (found[part].kind == "float") == (name is None)
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(quantized)))
+    _, ahead = weights_without_data(checkpoint, model_config_from_hf(checkpoint.config), torch.bfloat16, None)
+    assert [ahead.layers[0].more[part].kind for part in NAMES] == [more(quantized, narrow=True)[part].kind for part in NAMES]
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])

@@ -12,9 +12,8 @@ from torch import Tensor
 from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import MATRICES, DecoderWeights
-from headrace.model.families import weight_plan
 from headrace.model.formats.gpt_oss_experts import GROUP, is_random_mxfp4
-from headrace.model.loader import with_quantized
+from headrace.model.loader import plan_of, with_quantized
 from headrace.model.narrow_loader import Source, load_matrices, narrow_sources
 from headrace.model.weight import TOGETHER, Kind, Weight
 from headrace.model.weight_names import WeightSpec, made_kind
@@ -31,7 +30,7 @@ def weights_without_data(
     Of a file's narrow matrices the first of each form is read: which kind it becomes, and in which floats its scales are,
     is seen by its numbers.
     """
-    plan, narrow = weight_plan(model), {}
+    plan, narrow = plan_of(checkpoint, model), {}
     tied = checkpoint.ties_head(model.family)
     if quantization in MADE and (checkpoint.format == "dummy" or not checkpoint.quantized_to()):
         if tied and checkpoint.format != "dummy":  # and written out once more?

@@ -7,7 +7,7 @@ In a family's map of names (weight_names.py), those of experts are tensors rathe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from headrace.errors import CheckpointError
@@ -18,6 +18,7 @@ from headrace.model.shard import Shard
 from headrace.model.weight_names import PART, Slice, WeightSpec
 
 _DENSE = ("gate_up", "down", "gate_up_bias", "down_bias")
+_APART = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _EXACT = ("router", "router_bias", "correction", "shared_gate")
 
 
@@ -58,6 +59,23 @@ def _of_layer(layer: int, experts: ExpertsConfig, hidden: int, names: Mapping[st
         shape = (total, columns) if columns else (total,)
         plan.append(WeightSpec(f"layers.{layer}.{name}", shape, sources, exact=name in _EXACT))
     return plan
+
+
+def one_by_one(plan: list[WeightSpec], names: Collection[str]) -> list[WeightSpec]:
+    """`plan` for a file with tensors of such `names`. Gemma 4's own files have a layer's experts in two tensors; those who
+    quantize it write a module of each."""
+    modules, found = {name.rpartition(".")[0] for name in names}, []
+    for spec in plan:
+        match = PART.fullmatch(spec.sources[0][0])
+        prefix, _, kind = match[1].rpartition(".") if match else ("", "", "")
+        own = _APART.get(kind, ())
+        if not own or f"{prefix}.0.{own[0]}" not in modules:
+            found.append(spec)
+            continue
+        experts = enumerate(rows for _, rows in spec.sources)
+        sources = tuple((f"{prefix}.{e}.{part}.weight", rows // len(own)) for e, rows in experts for part in own)
+        found.append(replace(spec, sources=sources))
+    return found
 
 
 def experts_part(spec: WeightSpec, name: str, experts: ExpertsConfig, shard: Shard) -> WeightSpec:

@@ -17,7 +17,7 @@ from headrace.errors import CheckpointError
 from headrace.model.checkpoint import MADE, Checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import DecoderWeights
-from headrace.model.experts_weights import with_parts
+from headrace.model.experts_weights import one_by_one, with_parts
 from headrace.model.families import family_of, weight_plan
 from headrace.model.families_gemma4 import without_shared
 from headrace.model.families_hybrid import QWEN35_MOE, fused_apart
@@ -54,7 +54,7 @@ def load_model(
     `progress` draws a bar on stderr. Raises CheckpointError that names the tensor and the file: missing, unexpected or
     misshapen tensors, truncated files, missing shards.
     """
-    plan = weight_plan(config)
+    plan = plan_of(source, config)
     made = quantization if quantization in MADE else None
     keep = quantization != "none" and (device.type == "cuda" if narrow is None else narrow)
     if source.format == "dummy":
@@ -73,6 +73,14 @@ def load_model(
 def _equal(one: Tensor, other: Tensor) -> bool:
     """The first row tells nearly always."""
     return torch.equal(one[0], other[0]) and torch.equal(one, other)
+
+
+def plan_of(source: Checkpoint, config: ModelConfig) -> list[WeightSpec]:
+    """What makes up the model's weights, as the checkpoint has it."""
+    plan = weight_plan(config)
+    if source.format == "dummy" or config.experts is None or config.per_layer is None:
+        return plan
+    return one_by_one(plan, source.tensors())
 
 
 def with_quantized(source: Checkpoint, plan: list[WeightSpec]) -> dict[str, Source]:
