@@ -218,8 +218,9 @@ class AnswerReader:
         if self._parser is None:
             return []
         events = self._wanted(self._parser.finish())
-        if self.policy.named is not None and not self.num_calls and self._parser.tools is not None:
-            events.append(CallBegin(0, self._parser.tools.new_id(), self.policy.named))  # cut off before its arguments
+        named = self.policy.named if not self.policy.reasons else None
+        if named is not None and not self.num_calls and self._parser.tools is not None:
+            events.append(CallBegin(0, self._parser.tools.new_id(), named))  # cut off before its arguments
         return events
 
     def _wanted(self, events: list[Event]) -> list[Event]:
