@@ -42,6 +42,7 @@ from headrace.worker.batch_state import ALIGN
 from prompt_graphs_driver import UncapturedPrompts
 from tiny_models import write_shape
 
+SHAPES = Path(__file__).parents[1] / "benchmarks" / "shapes"
 STEPS = 70
 original = JITFunction._do_compile
 forms: Counter = Counter()
@@ -96,7 +97,7 @@ def main(directory: str) -> None:
     for (name, _, _), count in forms.items():
         found.setdefault(name, []).append(count)
     missed = sorted(unforeseen(core, path)) + unforeseen_of_adapters(Path(directory) / "experts")
-    missed += unforeseen_of_halves(Path(directory) / "halves")
+    missed += unforeseen_of_halves(Path(directory) / "halves") + unforeseen_of_states(Path(directory) / "states")
     print(json.dumps({"forms": found, "unforeseen": missed, "of_ranks": sorted(of_ranks(path))}))
 
 
@@ -142,7 +143,8 @@ def unforeseen_of_adapters(directory: Path) -> list[str]:
 
 
 def unforeseen_of_halves(directory: Path) -> list[str]:
-    """What uncaptured steps ask for, of a model so wide that only the fewest rows have sums in halves."""
+    """What uncaptured steps ask for, of a model so wide that only the fewest rows have sums in halves, and with so many heads for
+    one of keys that prompts of a few tokens, as the prefix cache leaves, are tiles of attention of their own."""
     directory.mkdir()
     path = write_shape(
         directory, vocab_size=1024, hidden_size=5120, num_hidden_layers=1, num_attention_heads=40, num_key_value_heads=8,
@@ -155,8 +157,24 @@ def unforeseen_of_halves(directory: Path) -> list[str]:
     stage = Stage(Played(model, weights, limits, torch.bfloat16, "no card", eager=True))
     stage.play()
     launches.clear()  # each form is noted once
-    for tokens in (100, 128, 550):
+    for tokens in (*range(1, 70), 100, 128, 550):
         stage.forward([tokens], [tokens])
+    return [f"{launch.name} {launch.arguments[0]}" for launch in launches]
+
+
+def unforeseen_of_states(directory: Path) -> list[str]:
+    """What uncaptured steps of any number of prompts ask for, of a model with gated delta nets."""
+    directory.mkdir()
+    (directory / "config.json").write_text((SHAPES / "qwen3.5-4b.json").read_text())
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(directory), load_format="dummy"))
+    model, weights = weights_without_data(checkpoint, model_config_from_hf(checkpoint.config), torch.bfloat16, None)
+    limits = Limits(max_num_seqs=40, max_num_batched_tokens=1024, max_model_len=1024, block_size=64, num_blocks=100)
+    launches, _ = no_device.note_launches()
+    stage = Stage(Played(model, weights, limits, torch.bfloat16, "no card", eager=True))
+    stage.play()
+    launches.clear()  # each form is noted once
+    for prompts in range(1, 41):
+        stage.forward([1] * (40 - prompts) + [3] * prompts, [9] * 40)
     return [f"{launch.name} {launch.arguments[0]}" for launch in launches]
 
 

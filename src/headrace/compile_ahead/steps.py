@@ -57,7 +57,7 @@ from headrace.worker.memory_plan import captured_tokens, summed_rows
 from headrace.worker.prompt_graphs import can_capture, captured_batches, seq_sizes, token_sizes
 
 BLOCKS = 1 << 12  # of a cache without data
-PROMPTS = (1, 8, 16, 32, 64, 200)  # tokens: each form of tiles of attention, and of products with narrow weights
+PROMPTS = (1, 2, 4, 8, 16, 32, 64, 200)  # tokens: each form of tiles of attention, and of products with narrow weights
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -178,8 +178,12 @@ class Stage:
         few = max_tokens(group)
         chunks = [2**n for n in range(1, few.bit_length())]  # behind a long context they are split
         self.forward([1, *chunks, few + 1], [SPLIT_CONTEXT, *(SPLIT_CONTEXT for _ in chunks), SPLIT_CONTEXT])
-        if self.limits.max_num_seqs >= ORDERED_FROM:
-            self.forward([1] * ORDERED_FROM, [1] * ORDERED_FROM)
+        decodes = min(self.limits.max_num_seqs, ORDERED_FROM)
+        self.forward([1] * decodes, [1] * decodes)
+        if self.model.delta is not None:  # where its prompts' chunks are is found in a form for each power of two of prompts
+            for bits in range(1, self.limits.max_num_seqs.bit_length() + 1):
+                count = min(1 << bits, self.limits.max_num_seqs)
+                self.forward([2] * count, [2] * count)
         self.forward([300], [300], keep=self.model.per_layer is None)  # attention may want own keys
         keeps = next(layer for layer, of in enumerate(self.model.kv_shapes) if of.heads)
         out = empty(SPLIT_CONTEXT, *self.kv.k[keeps].shape[2:], dtype=self.dtype)
