@@ -18,7 +18,7 @@ from headrace.cli import main
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError, CheckpointError
 from headrace.model import hub as hub_files
-from headrace.model.checkpoint import locate_config, resolve_checkpoint
+from headrace.model.checkpoint import locate_config, pinned, resolve_checkpoint
 from loader_files import write_llama_gguf
 from server_driver import SRC, ServerProcess, quiet_port, until
 from tiny_models import write_tiny
@@ -172,6 +172,8 @@ def test_a_tag_names_a_file_in_all_its_parts(hub, tmp_path, capsys, folder):
     assert f"name one of its .gguf files: org/smol-GGUF:q4_1 ({size}), org/smol-GGUF:q8_0 (9 bytes)" in capsys.readouterr().err
     checkpoint = resolve_checkpoint(EngineConfig(model="org/smol-GGUF:Q4_1"))
     assert checkpoint.path.name == "smol-q4_1-00001-of-00002.gguf" and len({entry.file for entry in checkpoint.tensors().values()}) == 2
+    again = pinned(EngineConfig(model="org/smol-GGUF:Q4_1", local_files_only=True), checkpoint)
+    assert again.revision == COMMIT and resolve_checkpoint(again).path == checkpoint.path
     assert main(["list"]) == 0
     row = capsys.readouterr().out.splitlines()[1:]
     assert len(row) == 1 and row[0].startswith("org/smol-GGUF:q4_1") and f" {size} " in row[0]
@@ -181,6 +183,13 @@ def test_a_tag_names_a_file_in_all_its_parts(hub, tmp_path, capsys, folder):
     resolve_checkpoint(EngineConfig(model="org/smol-GGUF:Q4_1"))
     assert main(["rm", "org/smol-GGUF:q4_1"]) == 0 and main(["list"]) == 0
     assert "no model is in the cache" in capsys.readouterr().err
+
+
+def test_the_only_file_of_a_repository_needs_no_tag_wherever_it_is(hub, tmp_path):
+    hub.files["org/smol-GGUF"] = {"Q4_1/smol-q4_1.gguf": write_llama_gguf(tmp_path / "x.gguf").read_bytes(), "README.md": b"x"}
+    for offline in (False, False, True):
+        checkpoint = resolve_checkpoint(EngineConfig(model="org/smol-GGUF", local_files_only=offline))
+        assert checkpoint.path.name == "smol-q4_1.gguf" and checkpoint.gguf
 
 
 def test_whoever_needs_a_model_that_is_not_there_says_what_it_weighs_first(hub, caplog, monkeypatch):

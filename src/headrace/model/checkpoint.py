@@ -103,8 +103,9 @@ def pinned(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     """`config` for whoever reads that checkpoint once more: the branch may be at another commit by then, and the cache."""
     if config.model is None or os.path.exists(os.path.expanduser(config.model)):
         return config
-    snapshot = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    return dataclasses.replace(config, revision=snapshot.name)
+    folders = (checkpoint.path, *checkpoint.path.parents)  # a .gguf file may be in one of its own
+    commit = next((folder.name for folder in folders if folder.parent.name == "snapshots"), config.revision)
+    return dataclasses.replace(config, revision=commit)
 
 
 def locate_config(config: EngineConfig) -> Path:

@@ -63,9 +63,9 @@ def without_part(name: str) -> tuple[str, int]:
 
 
 def gguf_files(folder: Path) -> list[Path]:
-    """Those in a directory; of one in several parts the first."""
-    files = sorted(folder.glob("*.gguf"))
-    return sorted({without_part(path.name): path for path in reversed(files)}.values())
+    """Those in a directory, or else in folders of it; of one in several parts the first."""
+    files = sorted(folder.glob("*.gguf")) or sorted(folder.glob("*/*.gguf"))
+    return sorted({(path.parent, without_part(path.name)): path for path in reversed(files)}.values())
 
 
 def read_gguf(path: Path) -> GgufFile:
