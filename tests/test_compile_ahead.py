@@ -350,7 +350,8 @@ def test_a_note_is_of_the_tables_of_tiles_too(tmp_path, monkeypatch) -> None:
         folder.mkdir(parents=True)
         (folder / "NVIDIA_H200.json").write_text("{}")
         digests.append(notes.source_digest())
-    assert len(set(digests)) == 3
+    (tmp_path / "tiles" / "of_a_disk_that_is_gone.json").symlink_to(tmp_path / "gone")  # passed over by whoever looks for a table
+    assert len({*digests, notes.source_digest()}) == len(digests) == 3
 
 
 def test_of_ranks_with_narrow_weights_or_adapters_nothing_is_compiled_ahead(tmp_path) -> None:
@@ -396,6 +397,8 @@ def test_what_is_noted_counts_while_it_is_whole(cache, name, damage) -> None:
     assert not is_complete(note)
     drop_damaged(note)
     assert {path.name for path in cache.iterdir()} == {"ONE", "ANOTHER", "notes"} and len(list((cache / "ONE").iterdir())) == 3
+    write_note(note, 2, [f"TWO/{name}"])  # which somebody has removed meanwhile
+    assert not is_complete(note)
     note.write_text("{")
     assert not is_complete(note)
 

@@ -52,7 +52,8 @@ def source_digest() -> str:
     digest, root = hashlib.sha256(), Path(__file__).resolve().parent.parent
     for folder in [*(root / name for name in SOURCES), cache_dir() / "tiles"]:
         for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
-            digest.update(path.read_bytes())
+            with contextlib.suppress(OSError):
+                digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -73,7 +74,7 @@ def read_note(note: Path) -> dict[str, Any]:
 
 def is_complete(note: Path) -> bool:
     files = read_note(note)["files"]
-    return bool(files) and all(_size(kernel_cache() / place) == size for place, size in files.items())
+    return bool(files) and all(_size(kernel_cache() / place) == size != -1 for place, size in files.items())
 
 
 def write_note(note: Path, kernels: int, places: Iterable[str]) -> None:
