@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from answers import error_of
 from fake_engine import TEMPLATE, FakeEngine
+from headrace.api.custom_tools import custom_input
 from server_driver import MODEL, Api, serving
 from structured_driver import compiled, takes
 
@@ -112,6 +113,13 @@ def test_streamed_equals_whole_wherever_it_is_cut(pieces, most, n):
     if n > 1:
         choices = api.ok(CHAT, {"messages": HI, "tools": TOOLS, "max_tokens": most, "n": n})["choices"]
         assert len(choices) == n and all(plain(c["message"].get("tool_calls", [])) == plain(choice["message"].get("tool_calls", [])) for c in choices)
+
+
+@pytest.mark.parametrize("rest", ['"', '"\n            ', '", "why": "as', '", "why": {"a": [1', "", "\\", "\\u00", '"}'])
+@pytest.mark.parametrize("text", ["", "a\n\"b\" \\ é😀", '", "x": "'])
+def test_an_input_is_there_as_far_as_it_was_written(text, rest):
+    """Whatever comes behind it, and wherever that is cut off."""
+    assert custom_input('{ "input": ' + json.dumps(text)[:-1] + rest) == text
 
 
 def test_a_conversation_goes_on():

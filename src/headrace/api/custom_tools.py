@@ -10,7 +10,7 @@ from headrace.api.errors import invalid
 from headrace.conversation.tool_grammar import FunctionDef
 from headrace.conversation.tool_syntax import without_half_pairs
 
-_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"((?:[^"\\]|\\.)*)', re.DOTALL)
 
 
 def function_of(name: str, description: Any, form: Any, at: str, part: str | None = None) -> FunctionDef:
@@ -56,7 +56,7 @@ def custom_input(arguments: str) -> str:
 
 def _cut_off(arguments: str) -> str:
     head = _INPUT.match(arguments)
-    text = arguments[head.end() :] if head is not None else ""
+    text = head[1] if head is not None else ""
     for end in range(len(text), max(len(text) - 6, -1), -1):  # an escape may be cut, too
         try:
             return str(json.loads(f'"{text[:end]}"', strict=False))
