@@ -438,6 +438,17 @@ def test_of_cores_that_start_together_one_compiles(begun, tmp_path) -> None:
     assert [path.name for path in (tmp_path / "triton").iterdir()] == ["KEY"], "nothing was compiled"
 
 
+def test_each_number_is_told_once() -> None:
+    """The last news has that of the kernel before."""
+    lines = [b'{"total":2}', b'{"done":1,"total":2}', b'{"done":2,"total":2}', b'{"done":2,"total":2,"ended":true}']
+    compilation = Compilation.__new__(Compilation)
+    compilation.card, compilation.last = named_card("h100"), News()
+    compilation._process = SimpleNamespace(stdout=iter(lines), wait=lambda: 0)
+    heard: list[tuple[int, int]] = []
+    assert compilation.wait(lambda done, total: heard.append((done, total))).ended
+    assert heard == [(0, 2), (1, 2), (2, 2)]
+
+
 def test_a_turn_ends_with_its_process(tmp_path, monkeypatch) -> None:
     """Whatever ended it; and one that hangs is waited for so long, no longer."""
     note, script = tmp_path / "compiled" / "one.json", "import sys; from pathlib import Path; from headrace.compile_ahead.notes import turn\n"

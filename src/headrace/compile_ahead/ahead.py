@@ -77,8 +77,10 @@ class Compilation:
             return self.last
         assert process.stdout is not None
         for line in process.stdout:
-            self.last = msgspec.json.decode(line, type=News)
-            told(self.last.done, self.last.total)
+            news, before = msgspec.json.decode(line, type=News), self.last
+            self.last = news
+            if (news.done, news.total) != (before.done, before.total):
+                told(news.done, news.total)
         if self.last.unkept:
             why = "or TRITON_CACHE_DIR names another directory: without one no kernel can be compiled"
             raise CapacityError(f"kernels cannot be kept in {kernel_cache()} ({self.last.unkept}): make room there, {why}")
