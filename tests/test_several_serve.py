@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from headrace.cli.serve import Server, server_config
 from headrace.cli.serve_options import ServeOptions
 from headrace.cli.several import check_alone, divide, several_models
 from headrace.config import EngineConfig
+from headrace.engine.client import EngineClient
 from headrace.engine.weight_sizes import weight_bytes
 from headrace.errors import CapacityError
 from headrace.model.checkpoint import resolve_checkpoint
@@ -207,6 +210,31 @@ def test_models_of_a_card_share_it_and_have_threads_as_they_are(model, other, mo
 
 
 # ---------------------------------------------------------------- real ones
+
+
+def test_a_model_that_is_loaded_again_has_left_no_tokenizer_behind(model, other, monkeypatch):
+    """Megabytes of which the garbage collector sees a few objects: a day of models that take turns filled the memory. Without cores."""
+
+    async def nothing(*_):
+        return None
+
+    for name in ("start", "wait_loaded", "close"):
+        monkeypatch.setattr(EngineClient, name, nothing)
+    served = read("--model", model, "--model", other).served[0]
+    first = weakref.ref(served.client.tokenizer)
+
+    async def again() -> None:
+        for _ in range(2):
+            await served.load()
+            await served.unload()
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(again())
+        assert first() is None and served.client.tokenizer is not None
+    finally:
+        gc.enable()
 
 
 def test_real_models_come_and_go_keep_their_tokens_and_a_killed_core_is_its_own_models_affair(model, other, tmp_path):

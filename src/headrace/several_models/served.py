@@ -63,8 +63,10 @@ class ServedModel:
 
     async def load(self) -> None:
         if self._used:
-            names, self.client = self.client.adapters(), await asyncio.to_thread(self._make, self.client.config, self._died)
-            self.client.keep_adapters(names)
+            before = self.client
+            self.client = await asyncio.to_thread(self._make, before.config, self._died)
+            self.client.keep_adapters(before.adapters())
+            before.tokenizer = before.checkpoint = None  # large, and in cycles that nobody collects for long
         self._used = True
         client = self.client
         client.generation_defaults |= self.spec.generation_defaults
