@@ -467,6 +467,16 @@ def test_a_turn_ends_with_its_process(tmp_path, monkeypatch) -> None:
         pass
 
 
+def test_a_terminal_that_closes_leaves_no_temporary_files(begun, tmp_path, monkeypatch) -> None:
+    """The shell tells all processes of `headrace compile` at once."""
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with begun[0]() as compilation:
+        until(lambda: list(temporary.iterdir()), 60)
+        compilation._process.send_signal(signal.SIGHUP)
+    assert not list(temporary.iterdir())
+
+
 def test_a_cache_that_takes_nothing_ends_the_start(begun, tmp_path) -> None:
     """Ready would mean that every request fails; and it is not the kernels' fault."""
     (tmp_path / "triton").write_text("a file")

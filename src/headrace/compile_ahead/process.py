@@ -23,7 +23,7 @@ import msgspec
 from headrace.compile_ahead.cards import Card
 from headrace.compile_ahead.notes import drop_damaged, is_complete, read_note, turn, write_note
 from headrace.config import EngineConfig, show_cards, use_temporary_directory
-from headrace.parent import end_with_parent
+from headrace.parent import end_with_parent, leave_signals_to_parent
 from headrace.scheduler.config import Limits
 
 UNKEPT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
@@ -52,7 +52,7 @@ class News(msgspec.Struct, omit_defaults=True):
 
 def main(parent: int) -> int:
     end_with_parent(signal.SIGTERM)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the parent
+    leave_signals_to_parent()
     signal.signal(signal.SIGTERM, end)
     work = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Work)
     if os.getppid() != parent:
