@@ -74,7 +74,7 @@ def main(parent: int) -> int:
             except OSError as error:
                 if error.errno not in UNKEPT:
                     raise
-                say(said, News(unkept=os.strerror(error.errno)))
+                say(said, News(unkept=why_unkept(error)))
     return 0
 
 
@@ -82,6 +82,10 @@ def end(*_: Any) -> None:
     """Clean up; a second signal, as whoever ends a whole group sends, does not disturb that."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(1)
+
+
+def why_unkept(error: OSError) -> str:
+    return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
 
 
 def say(said: Any, news: News) -> None:
@@ -109,7 +113,7 @@ def compile_all(work: Work, home: Path, tell: Any) -> None:
                 found["refused"] = f"{kernel.metadata.shared} bytes of shared memory, this card has {work.card.shared_memory}"
         except Exception as error:
             if isinstance(error, OSError) and error.errno in UNKEPT:
-                found["unkept"] = os.strerror(error.errno)
+                found["unkept"] = why_unkept(error)
             found["refused"] = f"{type(error).__name__}: {error}"[:500]
             raise
         finally:
