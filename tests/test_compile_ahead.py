@@ -26,7 +26,7 @@ from engine_driver import make_core, make_requests, run
 from headrace.cli import make_parser
 from headrace.cli.compile import without_weights
 from headrace.cli.options import engine_options
-from headrace.compile_ahead import no_device, notes
+from headrace.compile_ahead import ahead, no_device, notes
 from headrace.compile_ahead.ahead import Compilation, compiles_ahead
 from headrace.compile_ahead.cards import CARDS, SHARED_MEMORY, named_card
 from headrace.compile_ahead.notes import drop_damaged, is_complete, note_path, turn, write_note
@@ -469,6 +469,7 @@ def test_a_turn_ends_with_its_process(tmp_path, monkeypatch) -> None:
 
 def test_a_terminal_that_closes_leaves_no_temporary_files(begun, tmp_path, monkeypatch) -> None:
     """The shell tells all processes of `headrace compile` at once."""
+    monkeypatch.setattr(ahead, "END_SECONDS", 60.0)  # it is busy importing
     (temporary := tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     with begun[0]() as compilation:
