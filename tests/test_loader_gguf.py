@@ -189,10 +189,13 @@ def rope_factors(factor: float, base: float, dim: int) -> np.ndarray:
     return np.where(wavelength < 8192 / 4, 1, np.where(wavelength > 8192, factor, blend)).astype(np.float32)
 
 
-def test_llama3_rope_scaling_is_recovered_from_the_divisors(tmp_path: Path):
+@pytest.mark.parametrize("name", ["m.gguf", "m-00001-of-00002.gguf"])
+def test_llama3_rope_scaling_is_recovered_from_the_divisors(tmp_path: Path, name: str):
+    """In whichever part they are."""
     tensors = files.llama_tensors()
     tensors["rope_freqs.weight"] = rope_factors(32.0, 500000.0, 16)
-    path = files.write_gguf(tmp_path / "m.gguf", tensors, rope__freq_base=500000.0)
+    files.write_gguf(tmp_path / "m.gguf", tensors, parts=1 if name == "m.gguf" else 2, rope__freq_base=500000.0)
+    path = tmp_path / name
     rope = model_config_from_hf(hf_config(read_gguf(path))).rope
     assert rope.kind == "llama3"
     assert [rope.param(k) for k in ("factor", "low_freq_factor", "high_freq_factor")] == [32.0, 1.0, 4.0]

@@ -128,7 +128,7 @@ def _from_gguf(name: str, path: Path, config: EngineConfig) -> Checkpoint:
     kind: Literal["gguf", "dummy"] = "dummy" if config.load_format == "dummy" else "gguf"
     given = {ours: gguf.metadata.get(f"general.sampling.{key}") for key, ours in _GGUF_DEFAULTS.items()}
     defaults = (EMBEDDED_DEFAULTS if config.model is None else {}) | _generation_defaults(path, given)
-    return Checkpoint(name, path, kind, hf_config(gguf), tuple(end_token_ids(gguf)), defaults, gguf=gguf)
+    return Checkpoint(name, gguf.path, kind, hf_config(gguf), tuple(end_token_ids(gguf)), defaults, gguf=gguf)
 
 
 def _from_directory(name: str, path: Path, config: EngineConfig) -> Checkpoint:

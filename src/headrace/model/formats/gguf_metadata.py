@@ -46,11 +46,11 @@ class Metadata:
         entry = gguf.tensors.get(name)
         if entry is None or len(entry.shape) != 1 or entry.encoding.name != "F32" or entry.num_rows > 1 << 12:
             raise CheckpointError(f"{gguf.path}: no small F32 vector {name!r}")
-        with gguf.path.open("rb") as file:
+        with entry.file.open("rb") as file:
             file.seek(entry.offset)
             raw = file.read(entry.num_bytes)
         if len(raw) != entry.num_bytes:
-            raise CheckpointError(f"{gguf.path}: the file ends inside {name!r}")
+            raise CheckpointError(f"{entry.file}: the file ends inside {name!r}")
         return list(struct.unpack(f"<{entry.num_rows}f", raw))
 
     def number(self, key: str, default: float) -> float:
