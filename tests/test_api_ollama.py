@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fake_engine import TEMPLATE, FakeEngine
 from headrace.api.ollama_input import Call, CallFunction, Message, conversation
+from headrace.config import EngineConfig
 from server_driver import LOOP, MODEL, Api
 from structured_driver import compiled, takes
 
@@ -331,6 +332,15 @@ def test_models():
     assert tuple(map(int, version.split("."))) >= (0, 6, 4)
     for path in ("/api/version", "/api/tags"):
         assert api.request("HEAD", path).status_code == 200
+
+
+@pytest.mark.parametrize(("name", "size"), [("m-00002-of-00002.gguf", 7), ("other.gguf", 16), (".", 23)])
+def test_a_models_size_is_that_of_all_its_files(tmp_path, name, size):
+    for number, file in enumerate(("m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "other.gguf", "readme")):
+        (tmp_path / file).write_bytes(b"x" * (3, 4, 16, 99)[number])
+    api = make()
+    api.engine.config = EngineConfig(model=str(tmp_path / name))
+    assert call(api, "list").models[0].size == size
 
 
 def test_before_the_model_is_loaded():

@@ -19,6 +19,7 @@ from headrace.api.protocol import Body
 from headrace.api.service import json_response
 from headrace.api.sse import LINES
 from headrace.errors import ParameterError
+from headrace.model.formats.gguf import gguf_parts
 from headrace.sampling.params import SamplingParams
 
 VERSION = "0.12.11"  # of Ollama, whose API this is: clients want one that knows what they use
@@ -164,7 +165,7 @@ def _details(ctx: ApiContext) -> dict[str, Any]:
 def _size(ctx: ApiContext) -> int:
     """Bytes of the weights' files; 0 where the model is not a path."""
     path = Path(ctx.engine.config.model or "?")
-    files = [path] if path.is_file() else path.glob("*") if path.is_dir() else ()
+    files = gguf_parts(path) if path.is_file() else path.glob("*") if path.is_dir() else ()
     return sum(file.stat().st_size for file in files if file.suffix in WEIGHTS)
 
 

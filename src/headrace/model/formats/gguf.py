@@ -68,13 +68,18 @@ def gguf_files(folder: Path) -> list[Path]:
     return sorted({(path.parent, without_part(path.name)): path for path in reversed(files)}.values())
 
 
+def gguf_parts(path: Path) -> list[Path]:
+    """All the parts that a file is one of, by its name."""
+    if not _PART.fullmatch(path.stem):
+        return [path]
+    stem, count = without_part(path.name)
+    return [path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)] or [path]
+
+
 def read_gguf(path: Path) -> GgufFile:
     """Header of the GGUF file at `path`, or of all the parts that it is one of. Raises CheckpointError if it is none, is
     truncated or contradicts itself, or a part is missing."""
-    paths, tensors = [path], dict[str, TensorEntry]()
-    if _PART.fullmatch(path.stem):
-        stem, count = without_part(path.name)
-        paths = [path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)] or paths
+    paths, tensors = gguf_parts(path), dict[str, TensorEntry]()
     first = _read_header(paths[0])
     if (count := first.metadata.get("split.count", 1)) != len(paths):
         told = f"its metadata say {count!r} parts (split.count), its name {len(paths)}"
