@@ -312,6 +312,17 @@ def test_the_command_says_how_many_kernels_are_not_there(news, words, tmp_path, 
         args.run(args)
 
 
+def test_the_command_does_not_take_for_compiled_what_no_process_could_be_had_for(tmp_path, monkeypatch) -> None:
+    def none_to_be_had(*_, **more) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "headrace"))
+    monkeypatch.setattr(ahead.subprocess, "Popen", none_to_be_had)
+    args = make_parser().parse_args(["compile", write_shape(tmp_path), "--load-format", "dummy", "--card", "h100"])
+    with pytest.raises(CapacityError, match="^the kernels are not compiled: see above"):
+        args.run(args)
+
+
 UNTIED = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False}
 
 

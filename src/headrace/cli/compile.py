@@ -61,12 +61,14 @@ def run(args: argparse.Namespace) -> int:
             print(f"compiling for {card.name}: {done} of {total}", end="\r" if shown else "\n", file=sys.stderr, flush=True)
 
     with Compilation(config, checkpoint, limits, card, args.processes or 0) as compilation:
-        if not compilation.is_running:
+        if compilation.last.ended:
             print(f"all of it is in {kernel_cache()}")
             return 0
         found = compilation.wait(told)
     if shown:
         print(file=sys.stderr)
+    if not found.total:
+        raise CapacityError("the kernels are not compiled: see above")
     print(f"{found.done} kernels in {kernel_cache()} after {time.perf_counter() - began:.1f} s")
     if found.failed or found.refused or not found.ended:
         wrong = max(found.failed, len(found.refused), found.total - found.done)

@@ -31,9 +31,10 @@ class Compilation:
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, limits: Limits, card: Card, processes: int = 0):
         self.card = card
-        self.last = News()
+        note = note_path(config, checkpoint, limits, card)
+        self.last = News(ended=is_complete(note))
         self._process: subprocess.Popen[bytes] | None = None
-        if not is_complete(note := note_path(config, checkpoint, limits, card)):
+        if not self.last.ended:
             self._process = self._begin(Work(config, limits, card, str(note), processes))
 
     @staticmethod
@@ -65,10 +66,6 @@ class Compilation:
         assert process.stdout is not None
         process.stdout.close()
         self._process = None
-
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None
 
     def wait(self, told: Told) -> News:
         """Until all is compiled that can be; `told` hears of each. What is then missing is compiled when it is needed. Raises
