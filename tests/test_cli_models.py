@@ -185,8 +185,12 @@ def test_a_tag_names_a_file_in_all_its_parts(hub, tmp_path, capsys, folder):
     assert "no model is in the cache" in capsys.readouterr().err
 
 
-def test_the_only_file_of_a_repository_needs_no_tag_wherever_it_is(hub, tmp_path):
-    hub.files["org/smol-GGUF"] = {"Q4_1/smol-q4_1.gguf": write_llama_gguf(tmp_path / "x.gguf").read_bytes(), "README.md": b"x"}
+@pytest.mark.parametrize("folder", ["", "Q4_1/"])
+@pytest.mark.parametrize("beside", ["README.md", "config.json"])
+def test_the_only_file_of_a_repository_needs_no_tag_wherever_it_is(hub, tmp_path, folder, beside):
+    """However often it is asked for, by a server and its core."""
+    hub.files["org/smol-GGUF"] = {f"{folder}smol-q4_1.gguf": write_llama_gguf(tmp_path / "x.gguf").read_bytes(), beside: b'{"model_type": "llama"}'}
+    locate_config(EngineConfig(model="org/smol-GGUF"))
     for offline in (False, False, True):
         checkpoint = resolve_checkpoint(EngineConfig(model="org/smol-GGUF", local_files_only=offline))
         assert checkpoint.path.name == "smol-q4_1.gguf" and checkpoint.gguf

@@ -103,7 +103,9 @@ def test_a_hub_id_is_downloaded_without_pickles_and_code(tmp_path: Path, monkeyp
 
     def snapshot(name: str, **options) -> str:
         asked.update(options, name=name)
-        return str(write_directory(tmp_path / "snapshot"))
+        folder = write_directory(tmp_path / "snapshot")
+        (folder / "model.safetensors").touch()
+        return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     monkeypatch.setattr("headrace.model.hub.is_cached", lambda name: True)  # else see test_cli_models
@@ -125,6 +127,7 @@ def test_a_hub_id_is_downloaded_without_pickles_and_code(tmp_path: Path, monkeyp
 
 def test_a_revision_is_the_hubs_and_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     asked, directory = [], str(write_directory(tmp_path / "snapshot"))
+    (tmp_path / "snapshot" / "model.safetensors").touch()
 
     def snapshot(name: str, **options) -> str:
         asked.append((name, options["revision"]))
@@ -209,6 +212,9 @@ def test_a_directory_with_one_gguf_means_that_file(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"2 \.gguf files; name one"):
         resolve(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(CheckpointError, match=r"2 \.gguf files; name one"):  # of which it tells
+        resolve(tmp_path)
+    (tmp_path / "model.safetensors").touch()
     assert resolve(tmp_path).format == "safetensors"
     with pytest.raises(CheckpointError, match="load_format safetensors needs a directory"):
         resolve(path, load_format="safetensors")

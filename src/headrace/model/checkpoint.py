@@ -171,11 +171,16 @@ def _gguf_file(path: Path, load_format: str) -> Path | None:
             raise CheckpointError(f"{path} is a file, but load_format safetensors needs a directory")
         return path
     files = gguf_files(path)
-    if load_format == "gguf" or (load_format != "safetensors" and files and not (path / "config.json").exists()):
+    if load_format == "gguf" or (load_format != "safetensors" and files and not _is_whole(path, load_format)):
         if len(files) != 1:
             raise CheckpointError(f"{path} has {len(files)} .gguf files; name one of them")
         return files[0]
     return None
+
+
+def _is_whole(path: Path, load_format: str) -> bool:
+    """Whether a directory has all that a model of safetensors consists of: beside .gguf files there may be a config.json alone."""
+    return (path / "config.json").exists() and (load_format == "dummy" or any(path.glob("*.safetensors")))
 
 
 def _locate(name: str, config: EngineConfig, patterns: list[str]) -> Path:
@@ -256,6 +261,6 @@ def _download(name: str, config: EngineConfig, patterns: list[str]) -> Path:
             )
     except CheckpointError as error:
         raise CheckpointError(f"directory {name} does not exist, and {error}") from error
-    if patterns is hub.FILES and not offline and not (Path(found) / "config.json").exists():  # .gguf files, if anything
+    if patterns is hub.FILES and not offline and not _is_whole(Path(found), config.load_format):  # .gguf files, if anything
         return _fetched(name, config.revision)
     return Path(found)
