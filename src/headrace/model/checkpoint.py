@@ -179,7 +179,7 @@ def _gguf_file(path: Path, load_format: str) -> Path | None:
 
 
 def _is_whole(path: Path, load_format: str) -> bool:
-    """Whether a directory has all that a model of safetensors consists of: beside .gguf files there may be a config.json alone."""
+    """Whether a directory has all that a model of safetensors consists of: beside a .gguf file a config.json may be, too."""
     return (path / "config.json").exists() and (load_format == "dummy" or any(path.glob("*.safetensors")))
 
 
