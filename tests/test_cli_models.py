@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -187,13 +188,18 @@ def test_a_tag_names_a_file_in_all_its_parts(hub, tmp_path, capsys, folder):
 
 @pytest.mark.parametrize("folder", ["", "Q4_1/"])
 @pytest.mark.parametrize("beside", ["README.md", "config.json"])
-def test_the_only_file_of_a_repository_needs_no_tag_wherever_it_is(hub, tmp_path, folder, beside):
+def test_the_only_file_of_a_repository_needs_no_tag_wherever_it_is(hub, tmp_path, monkeypatch, folder, beside):
     """However often it is asked for, by a server and its core."""
     hub.files["org/smol-GGUF"] = {f"{folder}smol-q4_1.gguf": write_llama_gguf(tmp_path / "x.gguf").read_bytes(), beside: b'{"model_type": "llama"}'}
     locate_config(EngineConfig(model="org/smol-GGUF"))
     for offline in (False, False, True):
-        checkpoint = resolve_checkpoint(EngineConfig(model="org/smol-GGUF", local_files_only=offline))
+        checkpoint = resolve_checkpoint(config := EngineConfig(model="org/smol-GGUF", local_files_only=offline))
         assert checkpoint.path.name == "smol-q4_1.gguf" and checkpoint.gguf
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{quiet_port()}")
+    again = pinned(replace(config, local_files_only=False), checkpoint)  # of a core that dies when there is no network
+    with pytest.raises(CheckpointError, match="ConnectError"):
+        resolve_checkpoint(replace(again, revision=None))
+    assert resolve_checkpoint(again).path == checkpoint.path
 
 
 def test_whoever_needs_a_model_that_is_not_there_says_what_it_weighs_first(hub, caplog, monkeypatch):
