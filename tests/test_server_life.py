@@ -177,7 +177,9 @@ def test_ctrl_c_lets_streams_end(model, tmp_path):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_terminal_that_closes_lets_streams_end(model, tmp_path, processes):
     """The shell tells all processes of the group, then the kernel does: that is no second signal."""
-    with start(model, tmp_path, "--api-processes", str(processes), builder=BRAKED) as server, server.braked() as let_go:
+    heard = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL);"  # also where nohup runs the tests
+    options = ("--api-processes", str(processes))
+    with start(model, tmp_path, *options, builder=BRAKED, before=heard) as server, server.braked() as let_go:
         server.wait_ready()
         core, reader = server.core(), Reader(server)
         for _ in range(2):
