@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.fast_decode.digit_tile import IN_PHASE, WARPS, DigitTile
 from headrace.fast_decode.epilogues import Plan, sumsq_block
-from headrace.fast_decode.ring_gemm import ring_barriers
+from headrace.fast_decode.ring_gemm import column_parameters, ring_barriers
 from headrace.kernels.activation import activate, soft_cap
 from headrace.kernels.gluon_launch import grid_dependency
 from headrace.kernels.launch import next_power_of_2
@@ -233,12 +233,9 @@ def _digit_kernel(
     rc = gl.arange(0, COLUMNS_BLOCK, layout=of_column)
     rn = first + rc
     ok = rc < BLOCK_N
-    norm = gl.full([COLUMNS_BLOCK], 0.0, gl.float32, of_column)
-    if MODE == "residual":
-        norm = gl.load(norm_ptr + rn, mask=ok, other=0.0).to(gl.float32) + norm_offset
-    bias = gl.full([COLUMNS_BLOCK], 0.0, gl.float32, of_column)
-    if HAS_BIAS:
-        bias = gl.load(bias_ptr + rn, mask=ok, other=0.0).to(gl.float32)
+    norm, bias = column_parameters(
+        norm_ptr, bias_ptr, rn, ok, norm_offset, 0, of_column, COLUMNS_BLOCK, MODE, HAS_BIAS, 1
+    )  # fmt: skip
     base = warp * 512 + lane // 16 * 128 + lane % 4 * 16 + lane // 4 % 4 * 4
     if PDL:
         grid_dependency("wait", WARPS)

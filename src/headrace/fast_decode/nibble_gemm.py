@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from headrace.fast_decode.digit_gemm import _pieces
 from headrace.fast_decode.digit_tile import IN_PHASE, WARPS, DigitTile
 from headrace.fast_decode.epilogues import Plan, sumsq_block
-from headrace.fast_decode.ring_gemm import ring_barriers
+from headrace.fast_decode.ring_gemm import column_parameters, ring_barriers
 from headrace.kernels.activation import activate, soft_cap
 from headrace.kernels.gluon_launch import grid_dependency
 from headrace.kernels.launch import next_power_of_2
@@ -133,12 +133,9 @@ def _nibble_kernel(
     rm = gl.arange(0, ROWS, layout=of_row)
     place = rn[:, None] + rm[None, :] * N
     ok = (rc < BLOCK_N)[:, None] & (rm < M)[None, :]
-    norm = gl.full([COLUMNS_BLOCK], 0.0, gl.float32, of_column)
-    if MODE == "residual":
-        norm = gl.load(norm_ptr + rn, mask=rc < BLOCK_N, other=0.0).to(gl.float32) + norm_offset
-    bias = gl.full([COLUMNS_BLOCK], 0.0, gl.float32, of_column)
-    if HAS_BIAS:
-        bias = gl.load(bias_ptr + rn, mask=rc < BLOCK_N, other=0.0).to(gl.float32)
+    norm, bias = column_parameters(
+        norm_ptr, bias_ptr, rn, rc < BLOCK_N, norm_offset, 0, of_column, COLUMNS_BLOCK, MODE, HAS_BIAS, 1
+    )  # fmt: skip
     x_place = gl.minimum(g, M - 1) * K + warp * 512 + lane % 4 * 16
     if PDL:
         grid_dependency("wait", WARPS)

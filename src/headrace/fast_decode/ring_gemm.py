@@ -41,16 +41,16 @@ def ask(w_tiles, w_ring, full, i, n0, N, k, STAGES: gl.constexpr, PARTS: gl.cons
 
 @gluon.jit
 def column_parameters(
-    norm_ptr, bias_ptr, rn, N, norm_offset, split, of_columns: gl.constexpr, BLOCK_N: gl.constexpr, MODE: gl.constexpr,
+    norm_ptr, bias_ptr, rn, ok, norm_offset, split, of_columns: gl.constexpr, BLOCK_N: gl.constexpr, MODE: gl.constexpr,
     HAS_BIAS: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """As that of epilogues.py."""
+    """As that of epilogues.py; `ok`: which of the columns there are."""
     norm = gl.full([BLOCK_N], 0.0, gl.float32, of_columns)
     if MODE == "residual":
-        norm = gl.load(norm_ptr + rn, mask=rn < N, other=0.0).to(gl.float32) + norm_offset
+        norm = gl.load(norm_ptr + rn, mask=ok, other=0.0).to(gl.float32) + norm_offset
     bias = gl.full([BLOCK_N], 0.0, gl.float32, of_columns)
     if HAS_BIAS:
-        bias = gl.load(bias_ptr + rn, mask=rn < N, other=0.0).to(gl.float32)
+        bias = gl.load(bias_ptr + rn, mask=ok, other=0.0).to(gl.float32)
         if MODE == "project" and SPLITS > 1:
             bias = gl.where(split == 0, bias, 0.0)
     return norm, bias
@@ -155,7 +155,7 @@ def _ring_kernel(
     rn = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, flat))
     rm = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, flat))
     norm, bias = column_parameters(
-        norm_ptr, bias_ptr, rn, N, norm_offset, split, gl.SliceLayout(1, flat), BLOCK_N, MODE, HAS_BIAS, SPLITS
+        norm_ptr, bias_ptr, rn, rn < N, norm_offset, split, gl.SliceLayout(1, flat), BLOCK_N, MODE, HAS_BIAS, SPLITS
     )  # fmt: skip
     place = rm[None, :] * N + rn[:, None]
     ok = (rm < M)[None, :] & (rn < N)[:, None]

@@ -63,7 +63,7 @@ def _rounded_kernel(
     if MODE == "glu":
         up_s = gl.load(scales_ptr + (gl.minimum(rn, N - 1) + N) // SCALE_ROWS).to(gl.float32)
     norm, bias = column_parameters(
-        norm_ptr, bias_ptr, rn, N, norm_offset, split, gl.SliceLayout(1, flat), BLOCK_N, MODE, HAS_BIAS, SPLITS
+        norm_ptr, bias_ptr, rn, rn < N, norm_offset, split, gl.SliceLayout(1, flat), BLOCK_N, MODE, HAS_BIAS, SPLITS
     )  # fmt: skip
     place = rm[None, :] * N + rn[:, None]
     ok = (rm < M)[None, :] & (rn < N)[:, None]
