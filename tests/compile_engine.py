@@ -14,6 +14,7 @@ import json
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,6 +34,8 @@ from headrace.engine.messages import EngineRequest
 from headrace.kernels import launch
 from headrace.model import linear
 from headrace.model.checkpoint import resolve_checkpoint
+from headrace.model.config import ModelConfig
+from headrace.model.decoder_weights import DecoderWeights
 from headrace.model.families import model_config_from_hf
 from headrace.model.shard import Shard
 from headrace.sampling import sampler
@@ -103,9 +106,7 @@ def main(directory: str) -> None:
 
 def unforeseen(core: EngineCore, path: str) -> list[str]:
     JITFunction._do_compile = original  # type: ignore[method-assign]
-    config = EngineConfig(model=path, load_format="dummy")
-    checkpoint = resolve_checkpoint(config)
-    model, weights = weights_without_data(checkpoint, model_config_from_hf(checkpoint.config), torch.bfloat16, None)
+    model, weights = without_data(path)
     for kernel in {kernel for kernel in gc.get_objects() if isinstance(kernel, JITFunction)}:
         kernel.device_caches.clear()
     launches, _ = no_device.note_launches()
@@ -113,7 +114,7 @@ def unforeseen(core: EngineCore, path: str) -> list[str]:
     stage.play()
     known = len(launches)
     stage.forward([1] * 60 + [300], [700] * 60 + [300])  # more decodes than the load above has at a time
-    of_many = [f"{launch.name} {launch.arguments[0]}" for launch in launches[known:]]
+    of_many = in_words(launches[known:])
     stage.captured_prompts()
     ahead = {(launch.name, launch.arguments[0]) for launch in launches}
     return [f"{name} {asked[name, key]} {key}" for name, key in asked.keys() - ahead] + of_many
@@ -127,19 +128,16 @@ def unforeseen_of_adapters(directory: Path) -> list[str]:
         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=8, num_experts_per_tok=2,
         moe_intermediate_size=64,
     )  # fmt: skip
-    checkpoint = resolve_checkpoint(EngineConfig(model=path, load_format="dummy"))
-    config = model_config_from_hf(checkpoint.config)
-    model, weights = weights_without_data(checkpoint, config, torch.bfloat16, None)
-    limits = Limits(max_num_seqs=16, max_num_batched_tokens=1024, max_model_len=1024, block_size=64, num_blocks=100)
+    played = Played(*without_data(path), limits_of(16), torch.bfloat16, "no card", True, Places(3, 16, True))
     launches, _ = no_device.note_launches()
-    stage = Stage(Played(model, weights, limits, torch.bfloat16, "no card", True, Places(3, 16, True)))
+    stage = Stage(played)
     stage.play()
-    Stage(Played(model, weights, limits, torch.bfloat16, "no card", False, Places(3, 16, True))).captured(False)
+    Stage(replace(played, eager=False)).captured(False)
     assert {"_shrink_pairs", "_shrink_few"} <= {launch.name for launch in launches}
     launches.clear()  # each form is noted once
     for tokens in range(1, 600, 7):
         stage.forward([tokens], [tokens], adapted=True)
-    return [f"{launch.name} {launch.arguments[0]}" for launch in launches]
+    return in_words(launches)
 
 
 def unforeseen_of_halves(directory: Path) -> list[str]:
@@ -150,31 +148,38 @@ def unforeseen_of_halves(directory: Path) -> list[str]:
         directory, vocab_size=1024, hidden_size=5120, num_hidden_layers=1, num_attention_heads=40, num_key_value_heads=8,
         intermediate_size=12288,
     )  # fmt: skip
-    checkpoint = resolve_checkpoint(EngineConfig(model=path, load_format="dummy"))
-    model, weights = weights_without_data(checkpoint, model_config_from_hf(checkpoint.config), torch.bfloat16, None)
-    limits = Limits(max_num_seqs=16, max_num_batched_tokens=1024, max_model_len=1024, block_size=64, num_blocks=100)
-    launches, _ = no_device.note_launches()
-    stage = Stage(Played(model, weights, limits, torch.bfloat16, "no card", eager=True))
-    stage.play()
-    launches.clear()  # each form is noted once
-    for tokens in (*range(1, 70), 100, 128, 550):
-        stage.forward([tokens], [tokens])
-    return [f"{launch.name} {launch.arguments[0]}" for launch in launches]
+    return asked_behind(path, limits_of(16), [([tokens], [tokens]) for tokens in (*range(1, 70), 100, 128, 550)])
 
 
 def unforeseen_of_states(directory: Path) -> list[str]:
     """What uncaptured steps of any number of prompts ask for, of a model with gated delta nets."""
     directory.mkdir()
     (directory / "config.json").write_text((SHAPES / "qwen3.5-4b.json").read_text())
-    checkpoint = resolve_checkpoint(EngineConfig(model=str(directory), load_format="dummy"))
-    model, weights = weights_without_data(checkpoint, model_config_from_hf(checkpoint.config), torch.bfloat16, None)
-    limits = Limits(max_num_seqs=40, max_num_batched_tokens=1024, max_model_len=1024, block_size=64, num_blocks=100)
+    steps = [([1] * (40 - prompts) + [3] * prompts, [9] * 40) for prompts in range(1, 41)]
+    return asked_behind(str(directory), limits_of(40), steps)
+
+
+def asked_behind(path: str, limits: Limits, steps: list[tuple[list[int], list[int]]]) -> list[str]:
+    """What uncaptured steps of these tokens and contexts ask for behind all that is played of the model."""
     launches, _ = no_device.note_launches()
-    stage = Stage(Played(model, weights, limits, torch.bfloat16, "no card", eager=True))
+    stage = Stage(Played(*without_data(path), limits, torch.bfloat16, "no card", eager=True))
     stage.play()
     launches.clear()  # each form is noted once
-    for prompts in range(1, 41):
-        stage.forward([1] * (40 - prompts) + [3] * prompts, [9] * 40)
+    for tokens, contexts in steps:
+        stage.forward(tokens, contexts)
+    return in_words(launches)
+
+
+def without_data(path: str) -> tuple[ModelConfig, DecoderWeights]:
+    checkpoint = resolve_checkpoint(EngineConfig(model=path, load_format="dummy"))
+    return weights_without_data(checkpoint, model_config_from_hf(checkpoint.config), torch.bfloat16, None)
+
+
+def limits_of(max_num_seqs: int) -> Limits:
+    return Limits(max_num_seqs=max_num_seqs, max_num_batched_tokens=1024, max_model_len=1024, block_size=64, num_blocks=100)
+
+
+def in_words(launches: list[no_device.Launch]) -> list[str]:
     return [f"{launch.name} {launch.arguments[0]}" for launch in launches]
 
 
