@@ -172,7 +172,7 @@ def test_what_other_servers_call_options_is_told_by_options_that_there_are():
         ("serve --gpu-layers 3", "headrace serve", "--gpu-layers"), ("generate --promt x", "headrace generate", "--prompt?"),
         ("bench serve --num-promts 3", "headrace bench serve", "--num-prompts?"), ("bench latency --bach 3", "headrace bench latency", "--batch?"),
         ("serve --tool-call-parser hermes", "headrace serve", "(here: --tool-parser)"), ("serve -tp 2", "headrace serve", "(here: --tensor-parallel-size)"),
-        ("serve --quantization awq", "headrace serve", "(here: a quantized checkpoint needs no option)"), ("generate --dtype half", "headrace generate", "(here: float16)"),
+        ("serve --quantization auto_awq", "headrace serve", "(here: awq)"), ("serve -q awq", "headrace serve", "(here: --quantization)"), ("generate --dtype half", "headrace generate", "(here: float16)"),
         ("serve --kv-cache-dtype fp8_e5m2", "headrace serve", "(here: fp8)"), ("serve --quantization bitsandbytes", "headrace serve", "(here: int4, of a checkpoint of floats)"),
         ("serve --trust_remote_code", "headrace serve", "(here: no code of a model"), ("generate --tool-call-parser x", "headrace generate", "unknown: --tool-call-parser x\n"),
         ("serve a b", "headrace serve", "unknown: b\n"), ("serve a --served-model-name b c d", "headrace serve", "unknown: c d (--served-model-name takes one value, and is given again for each)"),
@@ -193,9 +193,9 @@ def test_options_that_do_not_exist_get_their_own_commands_usage(capsys, line, us
 
 
 @pytest.mark.parametrize(("option", "value", "said"), [
-    ("quantization", "awq", "one of none, fp8, .* \\(here: a quantized checkpoint needs no option\\)"), ("quantization", "AWQ", "needs no option"),
+    ("quantization", "auto_awq", "one of none, fp8, .* \\(here: awq\\)"), ("quantization", "Compressed_Tensors", "\\(here: compressed-tensors\\)"),
     ("dtype", "half", "\\(here: float16\\)"), ("kv_cache_dtype", "fp8_e4m3", "\\(here: fp8\\)"),
-    ("quantization", ["awq"], "one of none, fp8, int8, int4, bf16$"), ("quantization", "x", "bf16$"),
+    ("quantization", ["auto_awq"], "one of none, fp8, int8, int4, bf16, awq, .*, gguf$"), ("quantization", "x", "gguf$"),
 ])  # fmt: skip
 def test_what_others_call_a_value_is_told_ours_in_python_too(option: str, value, said: str):
     with pytest.raises(ParameterError, match=said):

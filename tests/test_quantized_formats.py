@@ -475,6 +475,6 @@ def test_an_engine_on_a_cpu_is_the_model_of_the_floats(tmp_path: Path, caplog):
     for token in output.outputs[0].token_ids:
         assert token == int(reference(model, ids)[-1].argmax())
         ids.append(token)
-    for quantization in ("int4", "fp8"):
+    for quantization in ("int8", "fp8"):
         with pytest.raises(ParameterError, match=r"quantized already \(awq\)"):
             LLM(str(tiny.path), **SMALL, quantization=quantization)

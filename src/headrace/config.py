@@ -46,11 +46,16 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _engine(
         "auto", "numbers it computes in; auto: on a CPU as the file holds them, on a GPU the checkpoint's 16 bits"
     )
-    quantization: Literal["none", "fp8", "int8", "int4", "bf16"] | None = _engine(
+    quantization: Literal[
+        "none", "fp8", "int8", "int4", "bf16", "awq", "awq_marlin", "gptq", "gptq_marlin", "moe_wna16", "auto-round", "inc",
+        "compressed-tensors", "modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "fbgemm_fp8",
+        "mxfp4", "quark", "gguf",
+    ] | None = _engine(
         None,
-        "what weights of floats become: fp8, int8 or int4 on a GPU, int8, int4 or bf16 on a CPU; none: decode a quantized file",
+        "what weights of floats become: fp8, int8 or int4 on a GPU, int8, int4 or bf16 on a CPU; none: decode a quantized file"
+        "; any other value, or one of these, may name what the file is, and changes nothing then",
         shown="as the file holds them",
-    )
+    )  # fmt: skip
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = _engine(
         "auto", "keys and values; auto: by the weights; fp8: on a GPU twice the context; the others on a CPU"
     )

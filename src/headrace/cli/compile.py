@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from headrace.compile_ahead.ahead import Compilation, compiles_ahead
     from headrace.compile_ahead.notes import kernel_cache
     from headrace.engine.build import resolve, with_seats
+    from headrace.engine.named_format import without_named_format
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.families import model_config_from_hf
 
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise ParameterError("kv_cache_dtype", "fp8", f"auto on {card.name}: FP8 needs compute capability 8.9")
     config = without_weights(config)
     checkpoint = resolve_checkpoint(config)
+    config = without_named_format(config, checkpoint)
     if not compiles_ahead(config, checkpoint):
         words = "1 for narrow weights or adapters: such a rank's kernels are compiled where it runs"
         raise ParameterError("tensor_parallel_size", config.tensor_parallel_size, words)

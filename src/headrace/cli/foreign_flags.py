@@ -14,6 +14,7 @@ FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType({
     **dict.fromkeys(("-c", "--ctx-size", "--context-length"), "--max-model-len"),
     **dict.fromkeys(("-tp", "--tp", "--tp-size"), "--tensor-parallel-size"),
     **dict.fromkeys(("-dp", "--dp", "--dp-size"), "--data-parallel-size"),
+    "-q": "--quantization",
     **dict.fromkeys(("-np", "--parallel", "--max-running-requests"), "--max-num-seqs"),
     "--mem-fraction-static": "--gpu-memory-utilization", "--chunked-prefill-size": "--max-num-batched-tokens",
     "--tool-call-parser": "--tool-parser", "--generation-config": "--override-generation-config",

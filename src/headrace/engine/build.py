@@ -20,6 +20,7 @@ from headrace.config import CPU_BLOCK, CPU_DRAFT_ROWS, CPU_STEP, GPU_BLOCK, GPU_
 from headrace.engine.core import EngineCore
 from headrace.engine.fork import claim_process
 from headrace.engine.forwards import load_forward
+from headrace.engine.named_format import without_named_format
 from headrace.engine.options import check_options
 from headrace.engine.preparation import Preparation, Tell, tell_nobody
 from headrace.engine.weight_sizes import weight_bytes
@@ -130,7 +131,7 @@ def build_engine(config: EngineConfig, *, progress: bool = False, adapters: bool
         raise ParameterError("data_parallel_size", config.data_parallel_size, "1 here: several cores need `headrace serve`")
     began = time.perf_counter()
     checkpoint = resolve_checkpoint(config)
-    model = model_config_from_hf(checkpoint.config)
+    config, model = without_named_format(config, checkpoint), model_config_from_hf(checkpoint.config)
     check_options(config, checkpoint, model, adapters=adapters)
     if checkpoint.text_of is not None:
         logger.warning("%s is the text part of a %s: images are not served", checkpoint.name, checkpoint.text_of)

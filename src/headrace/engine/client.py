@@ -25,6 +25,7 @@ from headrace.engine.core_process import CoreProcess, EarlyCore
 from headrace.engine.embedding import embedding_request
 from headrace.engine.interface import Balancer, CoreStatus, EngineStatus, Spectator
 from headrace.engine.messages import EngineOutput, EngineRequest
+from headrace.engine.named_format import without_named_format
 from headrace.engine.observers import DrainRate, Observers
 from headrace.engine.options import check_options
 from headrace.engine.placement import PlacedSupply, Placement
@@ -72,7 +73,7 @@ class EngineClient:
         self.supervision = supervision or SupervisionConfig()
         # what the layers above must know of the model: read here, without torch, while the core loads the weights
         self.checkpoint = checkpoint or resolve_checkpoint(config)
-        self.config = config = pinned(config, self.checkpoint)
+        self.config = config = without_named_format(pinned(config, self.checkpoint), self.checkpoint)
         self.model_name = self.checkpoint.name
         self.tokenizer = Tokenizer.from_checkpoint(self.checkpoint)
         self.generation_defaults = dict(self.checkpoint.generation_defaults)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from headrace.config import EngineConfig
+from headrace.engine.named_format import without_named_format
 from headrace.lora.targets import num_bytes
 from headrace.model.checkpoint import MADE, Checkpoint, resolve_checkpoint
 from headrace.model.families import model_config_from_hf, weight_plan
@@ -24,7 +25,7 @@ KEPT = {
 def weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) -> int:
     """Of the weights as the engine will hold them, by the headers of their files; those of a draft model, and places of
     adapters, too."""
-    total = _weight_bytes(config, checkpoint, on_card)
+    total = _weight_bytes(without_named_format(config, checkpoint), checkpoint, on_card)
     if config.takes_adapters:
         element = FLOAT_BYTES.get(config.dtype, 2 if on_card else 4)
         model = model_config_from_hf(checkpoint.config)
