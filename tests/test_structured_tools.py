@@ -255,6 +255,9 @@ def test_forced_calls_come_behind_a_thought_that_the_prompt_has_opened(form, cho
     assert "".join(delta.get("reasoning", "") for delta in deltas) == "Let me see <" and any("tool_calls" in delta for delta in deltas)
     cut = api.ok("/v1/chat/completions", {**body, "max_tokens": 9})["choices"][0]
     assert (cut["finish_reason"], cut["message"]["reasoning"], "tool_calls" in cut["message"]) == ("length", "Let me se", False)
+    engine.script = lambda ids, params: f"Perhaps {call}"
+    cut = api.ok("/v1/chat/completions", {**body, "max_tokens": len(f"Perhaps {call}".encode())})["choices"][0]
+    assert (cut["finish_reason"], cut["message"]["reasoning"], "tool_calls" in cut["message"]) == ("length", f"Perhaps {call}", False)
     engine.script = lambda ids, params: call
     message = api.ok("/v1/chat/completions", {**body, "reasoning_effort": "none"})["choices"][0]["message"]
     assert message["tool_calls"][0]["function"]["name"] == "weather" and "reasoning" not in message

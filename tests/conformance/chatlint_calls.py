@@ -28,6 +28,7 @@ CALLS = [
     ("now", {}),
     ("get_weather", {"city": " 12 "}),
 ]
+DEEPSEEK_STOP = "<｜end▁of▁sentence｜>"  # the token that ends an output is no text of it
 USER = {"role": "user", "content": "hi"}
 OTHERS = (
     "DeepHat-DeepHat", "MiniMaxAI-MiniMax-M3", "ServiceNow-AI-Apriel", "unsloth-Apriel",
@@ -54,7 +55,7 @@ def written(template: ChatTemplate, calls: list[tuple[str, dict]]) -> tuple[str,
     for end in ("", "<think>\n", "<think>"):  # a template may open a thought that no answer of old had
         begin = prompt.removesuffix(end)
         if whole.startswith(begin):
-            return begin, whole[len(begin) :]
+            return begin, whole[len(begin) :].removesuffix(DEEPSEEK_STOP)
     return None
 
 

@@ -179,7 +179,7 @@ class ToolPolicy:
         strict tools where any text may stand beside them, and where `behind_reasoning` lets it)."""
         form = self.ctx.answer_format
         if self.forced and form.tools in JSON_FORMATS:
-            return AnswerReader(self, form.parser(prompt_end, reasoning=self.reasons, constrained=True))
+            return AnswerReader(self, form.parser(prompt_end, reasoning=self.reasons, constrained=True, thought_ends=True))
         if self.forced:
             thoughts = ReasoningParser(form.reasoning, prompt_end) if self.reasons and form.reasoning else None
             return AnswerReader(self, AnswerParser(thoughts, NamedCallParser(self.named) if self.named else JsonListParser()))
@@ -189,7 +189,7 @@ class ToolPolicy:
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
         parser = form.parser(
             prompt_end, reasoning=not plain, tools=bool(self.tools), constrained=self.strict, or_answer=self.or_answer,
-            schemas=schemas,
+            thought_ends=self.reasons, schemas=schemas,
         )  # fmt: skip
         return AnswerReader(self, parser)
 

@@ -1,7 +1,6 @@
 """One answer's text as events: reasoning is split off, tool calls are found.
 
-Calls are looked for in what is no reasoning, but for formats whose markers nobody writes in passing: models of these
-also call in the middle of a thought, and that is a call. Then the reasoning is split off from what is no call.
+Calls are looked for in what is no reasoning, and at the end of a thought behind which nothing is said (thought_calls).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 from headrace.conversation.events import Event, Text
 from headrace.conversation.harmony import HarmonyParser
 from headrace.conversation.reasoning import REASONING_FORMATS, ReasoningParser, detect_reasoning_format
+from headrace.conversation.thought_calls import ThoughtCalls
 from headrace.conversation.tool_formats import TOOL_PARSERS, ToolParser, detect_tool_parser
 from headrace.errors import ParameterError
 
@@ -55,47 +55,52 @@ class AnswerFormat:
 
     def parser(
         self, prompt: str = "", *, reasoning: bool = True, tools: bool = True, constrained: bool = False,
-        or_answer: bool = False, schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        or_answer: bool = False, thought_ends: bool = False, schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> AnswerParser:  # fmt: skip
         """A parser for one output. `prompt` (its end is enough) tells whether the output begins in reasoning.
 
-        `constrained`: the calls obey a grammar, `or_answer`: or an answer does. `schemas`: what the tools' arguments are."""
+        `constrained`: the calls obey a grammar, `or_answer`: or an answer does, `thought_ends`: and a thought has ended before
+        them. `schemas`: what the tools' arguments are."""
         thoughts = ReasoningParser(self.reasoning, prompt) if reasoning and self.reasoning else None
         reader = TOOL_PARSERS[self.tools]() if tools and self.tools else None
         if isinstance(reader, HarmonyParser) or (thoughts is not None and self.reasoning == "openai_gptoss"):
             reader, thoughts = HarmonyParser(prompt=prompt, calls=reader is not None, reasons=thoughts is not None), None
         if reader is not None:
             reader.constrained, reader.or_answer, reader.schemas = constrained, or_answer, schemas or {}
-        return AnswerParser(thoughts, reader)
+        return AnswerParser(thoughts, reader, thought_ends=thought_ends)
 
 
 class AnswerParser:
     """State of one output. What push() and finish() return is, joined, the same for every way to cut the text."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None):
-        self.tools = tools
-        steps = (tools, reasoning) if tools is not None and tools.in_reasoning else (reasoning, tools)
-        self._steps = [step for step in steps if step is not None]
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, *, thought_ends: bool = False):
+        self._reasoning, self.tools = reasoning, tools
+        reads_thoughts = reasoning is not None and tools is not None and not thought_ends
+        self._in_thoughts = ThoughtCalls(tools) if tools is not None and reads_thoughts else None
 
     @property
     def num_calls(self) -> int:
-        return self.tools.num_calls if self.tools is not None else 0
+        readers = (self.tools, self._in_thoughts)
+        return sum(reader.num_calls for reader in readers if reader is not None)
 
     def push(self, text: str) -> list[Event]:
-        events: list[Event] = [Text(text)] if text else []
-        for step in self._steps:
-            events = _through(step, events)
-        return events
+        if self._reasoning is not None:
+            return self._read(self._reasoning.push(text))
+        return self._read([Text(text)] if text else [])
 
     def finish(self) -> list[Event]:
-        events: list[Event] = []
-        for step in self._steps:
-            events = _through(step, events) + step.finish()
-        return events
+        events = self._read(self._reasoning.finish()) if self._reasoning is not None else []
+        if self._in_thoughts is not None:
+            events += self._in_thoughts.finish()
+        return events + (self.tools.finish() if self.tools is not None else [])
 
-
-def _through(step: ReasoningParser | ToolParser, events: list[Event]) -> list[Event]:
-    found: list[Event] = []
-    for event in events:
-        found.extend(step.push(event.text) if isinstance(event, Text) else [event])
-    return found
+    def _read(self, events: list[Event]) -> list[Event]:
+        """The same, with the calls of what is no reasoning."""
+        if self._in_thoughts is not None:
+            events = self._in_thoughts.read(events)
+        if self.tools is None:
+            return events
+        found: list[Event] = []
+        for event in events:
+            found.extend(self.tools.push(event.text) if isinstance(event, Text) else [event])
+        return found

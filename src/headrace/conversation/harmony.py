@@ -35,7 +35,7 @@ class HarmonyParser(ToolParser):
     """
 
     markers = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
-    in_reasoning = streams = True
+    streams = True
     # spelled out in a message, a marker is no end; what only stands between messages is
     _bodies = Markers(
         [end + begin for end in ENDS for begin in (START, CHANNEL)]

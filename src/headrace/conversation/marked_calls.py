@@ -14,7 +14,7 @@ class ListParser(ToolParser):
     """A marker, then `[{"name": ..., "arguments": {...}}, ...]` or one such object. The end tag may be missing."""
 
     closing = ""
-    streams = in_reasoning = True
+    streams = True
 
     def _calls(self, marker: str) -> Reading[None]:
         yield from self._spaces()
@@ -54,7 +54,7 @@ class SectionParser(ToolParser):
 
     section = ("", "")
     call = ("", "", "")  # before it, before its arguments, behind it
-    streams = in_reasoning = True
+    streams = True
 
     def _calls(self, marker: str) -> Reading[None]:
         begin, calls = self.call[0], 0

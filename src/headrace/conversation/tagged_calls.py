@@ -23,7 +23,6 @@ class TaggedParser(ToolParser):
     call_end: tuple[str, ...] = ()  # of these, one ends a call
     closing = ""  # behind calls; "": there is nothing
     trims = False  # one line break at each end of a value belongs to its tags
-    in_reasoning = True
 
     def _calls(self, marker: str) -> Reading[None]:
         yield from self._before_name(marker)

@@ -56,7 +56,6 @@ class ToolParser(PieceReader):
     constrained = False  # the calls obey a grammar of tool_grammar
     or_answer = False  # by which an answer in JSON may stand for them: it may look like a call, but not to one of the tools
     streams = False  # the arguments in JSON objects are given out as they come, once they are long
-    in_reasoning = False  # a call within the reasoning is one: its markers are nothing that is thought
     schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # a tool's name -> what its arguments are
     argument_keys: tuple[str, ...] = ("arguments", "parameters")
     new_id: Callable[[], str] = staticmethod(random_id)  # of a call that has none of its own
@@ -71,6 +70,12 @@ class ToolParser(PieceReader):
         self._num_held = 0  # characters
         self._space: list[str] | None = []  # white space not given out yet; None: text has come since the last call
         self._reading = self._read()
+
+    def fresh(self) -> ToolParser:
+        """Another one, at the beginning."""
+        other = type(self)()
+        other.constrained, other.or_answer, other.schemas = self.constrained, self.or_answer, self.schemas
+        return other
 
     def push(self, text: str) -> list[Event]:
         self._text, self._at, self._events = text, 0, []
