@@ -265,6 +265,24 @@ def test_forced_calls_come_behind_a_thought_that_the_prompt_has_opened(form, cho
     assert takes(compiled(**{wish.kind: getattr(wish, wish.kind)}), call)
 
 
+@pytest.mark.parametrize("form", ["hermes", "mistral", "deepseek_v3", "kimi_k2"])
+def test_strict_calls_come_behind_a_thought_that_the_prompt_has_opened(form):
+    """What a model thinks of markers is free, where its tokenizer has them as texts; its calls are held to their schemas."""
+    call = WRITTEN[form]
+    thought = f"I write {TOOL_PARSERS[form].markers[0]} so: {call.replace('3', '77')}. Well"
+    engine = FakeEngine(script=lambda ids, params: f"{thought}</think>\n\nI look. {call}", supports_structured=True)
+    engine.tokenizer.chat_templates = {"default": "{# </think> #}" + TEMPLATE + "<think>\n"}
+    api = Api(engine, tool_parser=form)
+    tools = [{**tool, "function": {**tool["function"], "strict": True}} for tool in BODY_TOOLS]
+    message = api.ok("/v1/chat/completions", {"messages": HI, "tools": tools})["choices"][0]["message"]
+    (called,) = message["tool_calls"]
+    assert (message["reasoning"], message["content"].strip()) == (thought, "I look.")
+    assert (called["function"]["name"], json.loads(called["function"]["arguments"])) == ("weather", {"city": "Köln", "days": 3})
+    matcher = compiled(grammar=api.engine.params[-1].structured_outputs.grammar)
+    assert takes(matcher, f"{thought}</think>\n\nI look. {call}") and takes(matcher, f"{thought}</think>Hello")
+    assert not takes(matcher, f"{thought}</think>{call.replace('3', '77')}") and not takes(matcher, thought)
+
+
 ARGUMENTS = '{"city": "Köln", "days": 3}'
 
 

@@ -137,15 +137,16 @@ class ToolPolicy:
     def behind_reasoning(self, spec: Structure | None, prompt_end: str, kwargs: Mapping[str, Any]) -> Structure | None:
         """A constraint of joined() for a format of the answer, where the model may reason before that: not if the switches of
         its template, `kwargs`, are off and have an effect. gpt-oss has none, and its answer is in a message in any case. Forced
-        calls wait for the end of a thought that the prompt has begun."""
+        and strict calls wait for the end of a thought that the prompt has begun."""
         kind = self.ctx.answer_format.reasoning
         if spec is None or kind is None or spec.field == "structured_outputs":
             return spec
         begun = REASONING_FORMATS[kind].opened_by(prompt_end)
         off = kind != "openai_gptoss" and False in (kwargs.get("enable_thinking"), kwargs.get("thinking"))
-        if not begun and (off or self.forced):
+        strict = self.strict and not self.or_answer
+        if (not begun and (off or self.forced or strict)) or (strict and kind == "openai_gptoss"):
             return spec
-        calls, schema = spec.kind == "grammar" and (self.or_answer or self.forced), _of_answer(spec)
+        calls, schema = spec.kind == "grammar" and (self.or_answer or self.forced or strict), _of_answer(spec)
         plain = spec.value if calls else None if schema is None else answer_alone(schema)
         if plain is None or (lark := behind_reasoning(plain, kind, prompt_end, self._special)) == plain:
             return spec
