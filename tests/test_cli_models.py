@@ -17,9 +17,12 @@ import pytest
 from fake_hub import COMMIT, FakeHub, etag_of
 from headrace.cli import main
 from headrace.config import EngineConfig
+from headrace.engine.weight_sizes import weight_bytes
 from headrace.errors import CapacityError, CheckpointError
 from headrace.model import hub as hub_files
 from headrace.model.checkpoint import locate_config, pinned, resolve_checkpoint
+from headrace.model.families import model_config_from_hf
+from headrace.speculative.checkpoint import draft_checkpoint
 from loader_files import write_llama_gguf
 from server_driver import SRC, ServerProcess, quiet_port, until
 from tiny_models import write_tiny
@@ -235,12 +238,14 @@ def test_a_core_that_is_started_again_has_the_model_that_was_there(hub, tmp_path
 
     def files(seed: int) -> dict[str, dict[str, bytes]]:
         folder = write_tiny("llama", tmp_path / f"{seed}", seed=seed)
-        return {"org/tiny": {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors", "tokenizer.json")}}
+        model = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors", "tokenizer.json")}
+        return {"org/tiny": model, "org/draft": model, "org/words": {"tokenizer.json": model["tokenizer.json"] + b" " * seed}}
 
     for name, value in (("HF_ENDPOINT", hub.url), ("HF_HUB_CACHE", str(hub.cache)), ("HEADRACE_STANDBY", "0")):
         monkeypatch.setenv(name, value)
     hub.files = files(0)
-    with ServerProcess("org/tiny", tmp=tmp_path) as server:
+    others = ("--speculative-method", "draft_model", "--speculative-model", "org/draft", "--tokenizer", "org/words")
+    with ServerProcess("org/tiny", *others, tmp=tmp_path) as server:
         server.wait_ready()
         body = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
         first = server.http.post("/v1/completions", json=body).json()["choices"][0]
@@ -250,6 +255,26 @@ def test_a_core_that_is_started_again_has_the_model_that_was_there(hub, tmp_path
         until(lambda: server.core() not in (0, core) and server.is_ready(), 60)
         assert server.http.post("/v1/completions", json=body).json()["choices"][0] == first
         assert hub.ranges[asked:] == []
+
+
+def test_a_tokenizer_and_a_draft_of_the_hub_stay_as_they_were_found_too(hub, tmp_path):
+    """Whoever reads them once more, with a network and without; what lies here has no commit."""
+    folder = write_tiny("llama", tmp_path / "tiny")
+    model = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors", "tokenizer.json")}
+    hub.files = {"org/tiny": model, "org/words": {"tokenizer.json": model["tokenizer.json"]}, "org/draft": model}
+    asked = EngineConfig(model="org/tiny", tokenizer="org/words", speculative_method="draft_model", speculative_model="org/draft")
+    checkpoint = resolve_checkpoint(asked)
+    config = pinned(asked, checkpoint)
+    hub.commit_to({name: {file: data + b" " for file, data in files.items()} for name, files in hub.files.items()})
+    target = model_config_from_hf(checkpoint.config)
+    for again in (config, replace(config, local_files_only=True), pinned(config, checkpoint)):
+        found = resolve_checkpoint(again)
+        assert (found.path, found.tokenizer_path) == (checkpoint.path, checkpoint.tokenizer_path)
+        assert draft_checkpoint(again, target)[0].path.name == checkpoint.tokenizer_path.name == COMMIT
+        assert weight_bytes(again, found, on_card=False) == 2 * weight_bytes(replace(again, speculative_method=None, speculative_model=None), found, False)
+    assert resolve_checkpoint(asked).tokenizer_path.name == hub.commit == draft_checkpoint(asked, target)[0].path.name
+    here = replace(asked, model=str(folder), tokenizer=str(folder), speculative_model=str(folder))
+    assert pinned(here, resolve_checkpoint(here)) == here
 
 
 def test_run_says_why_the_server_does_not_come_up(capfd, model):

@@ -7,7 +7,7 @@ import math
 from headrace.config import EngineConfig
 from headrace.engine.named_format import without_named_format
 from headrace.lora.targets import num_bytes
-from headrace.model.checkpoint import MADE, Checkpoint, resolve_checkpoint
+from headrace.model.checkpoint import MADE, Checkpoint, another, resolve_checkpoint
 from headrace.model.families import model_config_from_hf, weight_plan
 from headrace.model.formats.gguf import DECODED
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
@@ -31,7 +31,7 @@ def weight_bytes(config: EngineConfig, checkpoint: Checkpoint, on_card: bool) ->
         model = model_config_from_hf(checkpoint.config)
         total += num_bytes(model, config.max_loras, config.max_lora_rank, element, config.lora_experts)
     if config.speculative_model is not None:
-        draft = EngineConfig(model=config.speculative_model, local_files_only=config.local_files_only)
+        draft = another(EngineConfig(local_files_only=config.local_files_only), config.speculative_model)
         total += _weight_bytes(draft, resolve_checkpoint(draft), on_card)
     return total
 

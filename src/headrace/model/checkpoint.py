@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from headrace.model.text_part import text_config, text_tensors, wrapper_of
 from headrace.sampling.params import NEUTRAL
 
 logger = logging.getLogger(__name__)
+_AT_COMMIT = re.compile("(.+)@([0-9a-f]{40})")
 _GGUF_DEFAULTS = {  # metadata key -> ours; xtc_*, mirostat* and penalty_last_n have no counterpart here
     "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
@@ -95,17 +97,37 @@ def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
             checkpoint = _from_directory(str(name), path, config)
         if config.tokenizer is None:
             return checkpoint
-        elsewhere = dataclasses.replace(config, revision=None)  # the revision is the model's
-        return dataclasses.replace(checkpoint, tokenizer_path=_locate(config.tokenizer, elsewhere, ["*.json", "*.jinja"]))
+        beside = another(config, config.tokenizer)
+        return dataclasses.replace(checkpoint, tokenizer_path=_locate(str(beside.model), beside, ["*.json", "*.jinja"]))
+
+
+def another(config: EngineConfig, name: str) -> EngineConfig:
+    """`config` with another model or tokenizer of the options as its model. The revision is the model's; `name` may have a
+    commit of its own: see pinned()."""
+    found = _AT_COMMIT.fullmatch(name)
+    name, commit = found.groups() if found else (name, None)
+    return dataclasses.replace(config, model=name, revision=commit, tokenizer=None)
 
 
 def pinned(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
-    """`config` for whoever reads that checkpoint once more: the branch may be at another commit by then, and the cache."""
-    if config.model is None or os.path.exists(os.path.expanduser(config.model)):
-        return config
-    folders = (checkpoint.path, *checkpoint.path.parents)  # a .gguf file may be in one of its own
-    commit = next((folder.name for folder in folders if folder.parent.name == "snapshots"), config.revision)
-    return dataclasses.replace(config, revision=commit)
+    """`config` for whoever reads that checkpoint once more: the branch may be at another commit by then, and the cache. What
+    it names beside the model is at its commit, too: NAME@COMMIT."""
+    others: dict[str, Any] = {}
+    for option in ("tokenizer", "speculative_model"):
+        if (name := getattr(config, option)) is not None:
+            found = another(config, name)
+            path = checkpoint.tokenizer_path if option == "tokenizer" else resolve_checkpoint(found).path
+            commit = _commit(found, path)
+            others[option] = name if commit is None else f"{found.model}@{commit}"
+    return dataclasses.replace(config, revision=_commit(config, checkpoint.path), **others)
+
+
+def _commit(config: EngineConfig, path: Path | None) -> str | None:
+    """Of what `config.model` names, if that is of the Hub and was found at `path`."""
+    if path is None or config.model is None or os.path.exists(os.path.expanduser(config.model)):
+        return config.revision
+    folders = (path, *path.parents)  # a .gguf file may be in one of its own
+    return next((folder.name for folder in folders if folder.parent.name == "snapshots"), config.revision)
 
 
 def locate_config(config: EngineConfig) -> Path:

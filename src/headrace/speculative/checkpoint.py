@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from headrace.config import EngineConfig
 from headrace.errors import ParameterError
-from headrace.model.checkpoint import Checkpoint, resolve_checkpoint
+from headrace.model.checkpoint import Checkpoint, another, resolve_checkpoint
 from headrace.model.config import ModelConfig
 from headrace.model.families import model_config_from_hf
 
@@ -15,7 +13,7 @@ PADDING = 1024  # ids by which vocabularies of one tokenizer may differ: models 
 
 def draft_checkpoint(config: EngineConfig, target: ModelConfig) -> tuple[Checkpoint, ModelConfig]:
     """The draft model or head that the options name, with its configuration. Raises ParameterError for another vocabulary."""
-    found = resolve_checkpoint(replace(config, model=config.speculative_model, revision=None, tokenizer=None))
+    found = resolve_checkpoint(another(config, str(config.speculative_model)))
     if config.speculative_method == "eagle3":
         if found.quantized_to():
             raise ParameterError("speculative_model", config.speculative_model, "a head of floats: this one is quantized")
