@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -494,6 +495,32 @@ def test_a_cache_that_takes_nothing_ends_the_start(begun, tmp_path) -> None:
     (tmp_path / "triton").write_text("a file")
     with begun[0]() as compilation, pytest.raises(CapacityError, match=r"cannot be kept in .*triton \(Not a directory: .*triton.*\).*TRITON_CACHE_DIR"):
         compilation.wait(lambda done, total: None)
+
+
+COMPILE = """
+import sys
+from headrace.cli import main
+sys.exit(main(["compile", "--model", sys.argv[1], "--load-format", "dummy", "--card", "h100", "--enforce-eager", "--processes", "2"]))
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_temporary_files_that_find_no_room_end_the_start(begun, tmp_path, when) -> None:
+    """What is full is named: not Triton's cache, and no kernels that this card could not have."""
+    (temporary := tmp_path / "temporary").mkdir()
+    mount = f"mount -t tmpfs -o size=16m none {temporary}"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    if when == "before":  # a few bytes are left, by which it looks usable
+        fill = f"head -c {(16 << 20) - 8192} /dev/zero >{temporary}/all"
+    else:
+        fill = f"(until ls {temporary}/headrace-compile-*/made/0; do sleep 0.02; done; cat /dev/zero >{temporary}/all) >/dev/null 2>&1 &"
+    script = f'{mount} || exit 9\n{fill}\nTMPDIR={temporary} exec "$@"'
+    command = [sys.executable, "-c", COMPILE, write_shape(tmp_path)]
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script, "sh", *command], capture_output=True, text=True, timeout=300)
+    *before, told = done.stderr.splitlines()
+    assert done.returncode == 1 and "does not compile" not in done.stderr and (when == "meanwhile") == bool(before), done.stderr[-3000:]
+    assert re.fullmatch(rf"headrace: .*{temporary} \(No space left on device.*TMPDIR.*", told), told
 
 
 def test_a_file_of_narrow_matrices_with_a_tied_head(smollm2) -> None:

@@ -69,7 +69,7 @@ class Compilation:
 
     def wait(self, told: Told) -> News:
         """Until all is compiled that can be; `told` hears of each. What is then missing is compiled when it is needed. Raises
-        CapacityError if it could not be kept."""
+        CapacityError if there is no room for it, or for what it takes meanwhile."""
         if (process := self._process) is None:
             return self.last
         assert process.stdout is not None
@@ -78,6 +78,9 @@ class Compilation:
             self.last = news
             if (news.done, news.total) != (before.done, before.total):
                 told(news.done, news.total)
+        if self.last.full:
+            why = "or TMPDIR names another directory: no kernel can be compiled without its temporary files"
+            raise CapacityError(f"no more temporary files fit into {self.last.full}: make room there, {why}")
         if self.last.unkept:
             why = "or TRITON_CACHE_DIR names another directory: without one no kernel can be compiled"
             raise CapacityError(f"kernels cannot be kept in {kernel_cache()} ({self.last.unkept}): make room there, {why}")

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from functools import partial
@@ -26,6 +27,7 @@ from headrace.config import EngineConfig, show_cards, use_temporary_directory
 from headrace.parent import end_with_parent, leave_signals_to_parent
 from headrace.scheduler.config import Limits
 
+ROOM = 4 << 20  # bytes of temporary files: with fewer no kernel can be compiled
 UNKEPT = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
@@ -48,6 +50,7 @@ class News(msgspec.Struct, omit_defaults=True):
     ended: bool = False
     refused: dict[str, str] = {}  # kernel -> why this card cannot have it
     unkept: str = ""  # why Triton's cache takes nothing
+    full: str = ""  # the directory of temporary files and why it takes no more, if that is so
 
 
 def main(parent: int) -> int:
@@ -61,6 +64,9 @@ def main(parent: int) -> int:
     logging.disable(logging.INFO)
     said = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # of compilers
+    if full := why_full():
+        say(said, News(full=full))
+        return 0
     with tempfile.TemporaryDirectory(prefix="headrace-compile-") as home:
         use_temporary_directory(home)  # for the assembler's files, too
         with turn(note := Path(work.note)):
@@ -71,10 +77,13 @@ def main(parent: int) -> int:
             drop_damaged(note)
             try:
                 compile_all(work, Path(home), partial(say, said))
-            except OSError as error:
-                if error.errno not in UNKEPT:
+            except (OSError, subprocess.CalledProcessError) as error:
+                if full := why_full(Path(home).parent):
+                    say(said, News(full=full))
+                elif isinstance(error, OSError) and error.errno in UNKEPT:
+                    say(said, News(unkept=why_unkept(error)))
+                else:
                     raise
-                say(said, News(unkept=why_unkept(error)))
     return 0
 
 
@@ -86,6 +95,17 @@ def end(*_: Any) -> None:
 
 def why_unkept(error: OSError) -> str:
     return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
+
+
+def why_full(directory: Path | None = None) -> str:
+    """Which directory takes no more temporary files, and why; "": it does. None: that of this process."""
+    try:
+        directory = directory or Path(tempfile.gettempdir())
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(ROOM))
+    except OSError as error:
+        return f"{directory or 'TMPDIR'} ({error.strerror})"
+    return ""
 
 
 def say(said: Any, news: News) -> None:
@@ -112,7 +132,9 @@ def compile_all(work: Work, home: Path, tell: Any) -> None:
             if kernel.metadata.shared > work.card.shared_memory:
                 found["refused"] = f"{kernel.metadata.shared} bytes of shared memory, this card has {work.card.shared_memory}"
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in UNKEPT:
+            if full := why_full(home.parent):
+                found["full"] = full
+            elif isinstance(error, OSError) and error.errno in UNKEPT:
                 found["unkept"] = why_unkept(error)
             found["refused"] = f"{type(error).__name__}: {error}"[:500]
             raise
@@ -128,8 +150,10 @@ def compile_all(work: Work, home: Path, tell: Any) -> None:
     refused = {launches[n].name: entry["refused"] for n, entry in found.items() if "refused" in entry}
     if not tally.failed:
         write_note(Path(work.note), total, (place for entry in found.values() for place in entry["places"]))
-    unkept = next((entry["unkept"] for entry in found.values() if "unkept" in entry), "")
-    tell(News(tally.done, total, tally.failed, True, refused, unkept))
+    full, unkept = (next((entry[why] for entry in found.values() if why in entry), "") for why in ("full", "unkept"))
+    if tally.failed and not full:  # a fork may not have had the room to say so
+        full = why_full(home.parent)
+    tell(News(tally.done, total, tally.failed, True, refused, unkept, full))
     shutil.rmtree(made, ignore_errors=True)
 
 
