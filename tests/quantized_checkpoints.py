@@ -72,15 +72,17 @@ def fp8(
     return pack
 
 
-def int8(group: int = 0, zeros: bool = False) -> Packer:
+def int8(group: int = 0, zeros: bool = False, of_all: bool = False, nothing: bool = False) -> Packer:
+    """`of_all`: one scale, without dimensions. `nothing`: zero points are there, and are 0."""
+
     def pack(rng: np.random.Generator, rows: int, columns: int) -> Packed:
-        wide = group or columns
+        wide, high = group or columns, rows if of_all else 1
         data = rng.integers(-128, 128, (rows, columns), dtype=np.int8)
-        scale = _t(_floats(rng, rows, -(-columns // wide), high=0.01)).bfloat16()
+        scale = _t(_floats(rng, -(-rows // high), -(-columns // wide), high=0.01)).bfloat16()
         zero = rng.integers(-20, 20, scale.shape).astype(np.int8) * zeros
-        matrix = (data - _spread(zero, 1, wide, data.shape)) * _spread(scale.float().numpy(), 1, wide, data.shape)
-        tensors = {"weight": _t(data), "weight_scale": scale}
-        return tensors | ({"weight_zero_point": _t(zero)} if zeros else {}), _t(matrix)
+        matrix = (data - _spread(zero, high, wide, data.shape)) * _spread(scale.float().numpy(), high, wide, data.shape)
+        tensors = {"weight": _t(data), "weight_scale": scale} | ({"weight_zero_point": _t(zero)} if zeros or nothing else {})
+        return {name: t.reshape(()) if t.numel() == 1 else t for name, t in tensors.items()}, _t(matrix)
 
     return pack
 
@@ -116,6 +118,14 @@ def mxfp4(rng: np.random.Generator, rows: int, columns: int) -> Packed:
     return {"weight_packed": data, "weight_scale": _t(scale)}, _t(matrix)
 
 
+def renamed(pack: Packer, **names: str) -> Packer:
+    def packed_otherwise(rng: np.random.Generator, rows: int, columns: int) -> Packed:
+        tensors, matrix = pack(rng, rows, columns)
+        return {names.get(name, name): tensor for name, tensor in tensors.items()}, matrix
+
+    return packed_otherwise
+
+
 def mxfp8(rng: np.random.Generator, rows: int, columns: int) -> Packed:
     data, scale = _e4m3(rng, rows, columns), rng.integers(118, 124, (rows, -(-columns // 32)), dtype=np.uint8)
     matrix = data.float() * _t(_spread(2.0 ** (scale.astype(np.float32) - 127), 1, 32, (rows, columns)))
@@ -147,10 +157,13 @@ def _matrix(numbers: np.ndarray, zeros: np.ndarray, scales: np.ndarray, group: i
     return _t(((numbers - zeros[of_row]) * scales[of_row].astype(np.float32)).T.astype(np.float32))
 
 
-def awq(group: int = 32) -> Packer:
+def awq(group: int = 32, signed: bool = False) -> Packer:
+    """`signed`: of numbers from -8 to 7 in four bits each, whose zero points are 0."""
+
     def pack(rng: np.random.Generator, rows: int, columns: int) -> Packed:
         numbers, zeros, scales = _in_out(rng, rows, columns, 4, group)
-        words = [_words(n.reshape(len(n), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]], 4)[..., 0] for n in (numbers, zeros)]
+        numbers, zeros = (numbers - 8, zeros * 0) if signed else (numbers, zeros)
+        words = [_words(n.reshape(len(n), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]] & 15, 4)[..., 0] for n in (numbers, zeros)]
         return {"qweight": _t(words[0]), "qzeros": _t(words[1]), "scales": _t(scales)}, _matrix(numbers, zeros, scales, group)
 
     return pack
@@ -179,6 +192,18 @@ def compressed(format_: str, bits: int, kind: str = "int", **weights: Any) -> di
     }  # fmt: skip
 
 
+def quark(weight: dict[str, Any] | list[dict[str, Any]], **layers: Any) -> dict[str, Any]:
+    """A quantization_config of AMD Quark. `layers`: weights of their own by the end of a name."""
+    def layer(of: Any) -> dict[str, Any]:
+        return {"weight": of, "bias": None, "input_tensors": {"dtype": "fp8_e4m3", "is_dynamic": True}, "output_tensors": None, "target_device": None}
+
+    return {
+        "quant_method": "quark", "quant_mode": "eager_mode", "exclude": ["lm_head"], "algo_config": None, "layer_type_quant_config": {},
+        "layer_quant_config": {f"*{name}": layer(of) for name, of in layers.items()}, "global_quant_config": layer(weight), "version": "0.13",
+        "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized", "weight_merge_groups": None},
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Format:
     config: dict[str, Any]  # quantization_config
@@ -193,6 +218,10 @@ _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers":
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
 _AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int", "autoround_version": "0.9"}
+_ROUND_FP = {"quant_method": "auto-round", "group_size": 32, "sym": True, "packing_format": "auto_round:llm_compressor", "act_bits": 4}
+_QUARK_MXFP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0", "symmetric": None}
+_QUARK_INT4 = {"qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": None}
+_QUARK_NAMES = {"qweight": "weight", "qzeros": "weight_zero_point", "scales": "weight_scale"}
 FORMATS: dict[str, Format] = {
     "fp8-block": Format(
         {**_FP8, "fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
@@ -246,6 +275,30 @@ FORMATS: dict[str, Format] = {
     "gptq-8": Format({**_GPTQ, "bits": 8}, gptq(8), ("int8", "int8")),
     "gptq-dynamic": Format({**_GPTQ, "dynamic": {r"+:.*\.down_proj": {"bits": 8}}}, gptq(8), ("int8", "int8")),
     "auto-round": Format({**_AUTO_ROUND, "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}}, gptq(), ("int4", "int8")),
+    "auto-round-mxfp4": Format({**_ROUND_FP, "data_type": "mx_fp", "bits": 4}, mxfp4, ("fp4", "int8")),
+    "auto-round-mxfp8": Format({**_ROUND_FP, "data_type": "mx_fp", "bits": 8}, mxfp8, ("fp8", "fp8")),
+    "auto-round-nvfp4": Format({**_ROUND_FP, "data_type": "nv_fp", "bits": 4, "group_size": 16}, nvfp4(), ("fp4", "int8")),
+    "auto-round-fp8": Format(
+        {**_ROUND_FP, "data_type": "fp", "bits": 8, "group_size": -1, "packing_format": "auto_round:fp8_static"},
+        fp8((1, 0), dtype=torch.bfloat16, vector=True, static=True), ("fp8", "fp8"),
+    ),
+    "auto-round-fp8-block": Format(
+        {**_ROUND_FP, "data_type": "fp", "bits": 8, "packing_format": "auto_round:fp8", "group_size": [128, 128], "weight_block_size": [128, 128]},
+        fp8((128, 128), "weight_scale_inv", torch.bfloat16), ("fp8", "fp8"),
+    ),
+    "quark-fp8": Format(quark({"dtype": "fp8_e4m3", "qscheme": "per_tensor", "ch_axis": None, "symmetric": True}), fp8((0, 0), vector=True, static=True), ("fp8", "fp8")),
+    "quark-fp8-rows": Format(quark({"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "symmetric": True}), fp8((1, 0), vector=True), ("fp8", "fp8")),
+    "quark-fp8-block": Format(quark({"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 128]}), fp8((128, 128)), ("fp8", "fp8")),
+    "quark-mxfp4": Format(quark(_QUARK_MXFP4), renamed(mxfp4, weight_packed="weight"), ("fp4", "int8")),
+    "quark-nvfp4": Format(
+        quark([{"dtype": "fp4", "qscheme": "per_group", "group_size": 16, "scale_format": "float32", "symmetric": None}, {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}]),
+        renamed(nvfp4(True), input_scale="input_scale_2"), ("fp4", "int8"),
+    ),
+    "quark-int8": Format(quark({"dtype": "int8", "qscheme": "per_tensor", "symmetric": True}), int8(of_all=True, nothing=True), ("int8", "int8")),
+    "quark-int8-asym": Format(quark({"dtype": "int8", "qscheme": "per_channel", "symmetric": False, "ch_axis": 0}), int8(zeros=True), ("int8", "int8")),
+    "quark-int4": Format(quark({**_QUARK_INT4, "dtype": "int4", "symmetric": True}), renamed(awq(signed=True), **_QUARK_NAMES), ("int4", "int8")),
+    "quark-uint4": Format(quark({**_QUARK_INT4, "dtype": "uint4", "symmetric": False}), renamed(awq(), **_QUARK_NAMES), ("int4", "int8")),
+    "quark-awq": Format({**_AWQ, "zero_point": False, "pack_method": "reorder"}, awq(signed=True), ("int4", "int8")),
     "auto-round-awq": Format({**_AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, awq(), ("int4", "int8")),
 }  # fmt: skip
 

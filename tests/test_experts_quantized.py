@@ -49,7 +49,7 @@ def expected_of(tiny: Tiny) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("inner", [128, 80])
-@pytest.mark.parametrize("name", ["fp8-block", "fp8-tensor", "ct-int8", "ct-pack4-asym", "ct-nvfp4", "awq", "gptq"])
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-tensor", "ct-int8", "ct-pack4-asym", "ct-nvfp4", "awq", "gptq", "quark-mxfp4", "quark-int4"])
 def test_experts_are_the_formula_and_ranks_have_their_own(name: str, inner: int, tmp_path: Path):
     tiny = write_quantized(tmp_path / "model", FORMATS[name], "qwen3_moe", **SIZES | {"moe_intermediate_size": inner})
     if name in LISTED:  # as in the published files

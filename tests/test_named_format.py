@@ -33,6 +33,8 @@ NAMED = {
     "modelopt-fp4-only": "modelopt modelopt_fp4 modelopt_mixed", "awq": "awq awq_marlin moe_wna16 int4", "awq-old": "awq awq_marlin moe_wna16 int4",
     "gptq": "gptq gptq_marlin moe_wna16 int4", "gptq-8": "gptq gptq_marlin moe_wna16 int8", "gptq-dynamic": "gptq gptq_marlin moe_wna16",
     "auto-round": "auto-round inc gptq gptq_marlin moe_wna16 int4", "auto-round-awq": "auto-round inc awq awq_marlin moe_wna16 int4",
+    "auto-round-mxfp4": "mxfp4 auto-round inc", "quark-fp8-rows": "fp8 quark", "quark-mxfp4": "mxfp4 quark", "quark-nvfp4": "quark", "quark-int8": "int8 quark",
+    "quark-uint4": "awq awq_marlin moe_wna16 int4 quark",
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from headrace.model.parts import parts_of, taken
 from headrace.model.shard import WHOLE, Shard
 from headrace.model.weight import Weight, dequantized
 from model_harness import Sequences, in_usual_order
-from quantized_checkpoints import FORMATS, Tiny, compressed, fp8, gptq, int8, nvfp4, packed, write_quantized
+from quantized_checkpoints import FORMATS, Tiny, compressed, fp8, gptq, int8, mxfp8, nvfp4, packed, quark, write_quantized
 from test_model_config import NASTY
 from test_model_families import assert_close, reference, tokens
 
@@ -310,6 +310,28 @@ def test_old_gptq_files_have_biases_of_nothing(tmp_path: Path):
         load(tiny.path)
 
 
+@pytest.mark.parametrize(("name", "config", "packers", "kinds"), [
+    (  # of Quark the first pattern counts
+        "quark-mxfp4",
+        quark({"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}, k_proj=None, o_proj=None,
+              **{"self_attn*": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}, "q_proj": {"dtype": "int8", "qscheme": "per_tensor"}}) | {"exclude": ["lm_head", "*.up_proj"]},
+        {"q_proj": fp8((1, 0)), "v_proj": fp8((1, 0)), "k_proj": None, "o_proj": None, "up_proj": None}, {"qkv": "float", "o": "float", "gate_up": "float", "down": "fp4"},
+    ),
+    (
+        "auto-round-mxfp4",
+        {**FORMATS["auto-round-mxfp4"].config, "extra_config": {"model.layers.0.mlp.down_proj": {"bits": 8, "act_bits": 8}, "model.layers.0.self_attn.o_proj": {"bits": 16, "data_type": "fp"}}},
+        {"down_proj": mxfp8, "o_proj": None}, {"qkv": "fp4", "o": "float", "gate_up": "fp4", "down": "fp8"},
+    ),
+])  # fmt: skip
+def test_layers_of_their_own_are_named_by_quark_and_auto_round(name: str, config, packers, kinds, tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS[name], packer_of=lambda module: packers.get(module.rpartition(".")[2], FORMATS[name].pack), **EVEN)
+    tiny.configure(config)
+    narrow = load(tiny.path, narrow=True)
+    check_equal(floats_of(narrow), expected_of(tiny))
+    assert {name.rpartition(".")[2]: w.kind for name, w in weights_of(narrow).items()} == {**kinds, "lm_head": "float"}
+    check_equal(floats_of(load(tiny.path)), expected_of(tiny))
+
+
 def test_what_a_file_says_of_the_cache_is_accepted(tmp_path: Path):
     tiny = write_quantized(tmp_path / "model", FORMATS["ct-fp8-static"], **EVEN)
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -322,7 +344,7 @@ def test_what_a_file_says_of_the_cache_is_accepted(tmp_path: Path):
 # ---------------------------------------------------------------------------------------------------------------- what is refused
 
 
-GPTQ, AWQ, ROUND = (FORMATS[name].config for name in ("gptq", "awq", "auto-round"))
+GPTQ, AWQ, ROUND, ROUND_FP4, QUARK_INT4 = (FORMATS[name].config for name in ("gptq", "awq", "auto-round", "auto-round-mxfp4", "quark-int4"))
 
 
 @pytest.mark.parametrize(("quantization", "message"), [
@@ -340,7 +362,21 @@ GPTQ, AWQ, ROUND = (FORMATS[name].config for name in ("gptq", "awq", "auto-round
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', wanted fp8 or .*nvfp4"),
     ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers is None, wanted an object"),
     ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "NVFP4"}}, "quantized_layers.* a is 'NVFP4', wanted an object"),
-    ({**ROUND, "data_type": "mx_fp"}, "data_type is 'mx_fp', wanted int"), ({**ROUND, "packing_format": "auto_round"}, "packing_format is"),
+    ({**ROUND, "data_type": "mx_int"}, "data_type is 'mx_int', wanted int or fp or mx_fp"), ({**ROUND, "packing_format": "auto_round"}, "packing_format is"),
+    ({**ROUND, "packing_format": "auto_round:fake"}, "packing_format is 'auto_round:fake', wanted auto_round:auto_gptq"),
+    ({**ROUND, "data_type": "mx_fp"}, "packing_format is None, wanted auto_round:llm_compressor: use"), ({**ROUND_FP4, "bits": 6}, "bits is 6, wanted 4 or 8"),
+    ({**ROUND_FP4, "group_size": 16}, "group_size is 16, wanted 32"), ({**ROUND_FP4, "data_type": "nv_fp"}, "group_size is 32, wanted 16"),
+    ({**ROUND_FP4, "extra_config": {"lm_head": 16}}, "extra_config quantization: lm_head is 16, wanted an object"),
+    ({**ROUND_FP4, "extra_config": {"a.down_proj": {"bits": 4, "data_type": "int2"}}}, "a.down_proj quantization: data_type is 'int2'"),
+    (quark({"dtype": "fp6_e2m3", "qscheme": "per_group"}), "quark global_quant_config weight quantization: dtype is 'fp6_e2m3', wanted fp8_e4m3 or int8 .*: use the unquantized"),
+    (quark({"dtype": "int4", "qscheme": "per_channel"}), "qscheme is 'per_channel', wanted per_group"), (quark({"dtype": "int8", "qscheme": "per_group"}), "qscheme is 'per_group'"),
+    (quark({"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 1}), "ch_axis is 1, wanted 0"), (quark("fp8"), "weight is 'fp8', wanted an object"),
+    (quark({"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e5m3"}), "scale_format is 'e5m3', wanted e8m0"),
+    (quark([{"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, {"dtype": "int4", "qscheme": "per_channel"}]), "dtype is 'fp8_e4m3', wanted fp4"),
+    (quark({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, down_proj={"dtype": "int3"}), r"layer_quant_config \*down_proj weight quantization: dtype is 'int3'"),
+    ({**QUARK_INT4, "export": {"pack_method": "order"}}, "export quantization: pack_method is 'order', wanted reorder"), ({**QUARK_INT4, "export": None}, "export is None"),
+    ({**QUARK_INT4, "export": {"weight_format": "fake_quantized"}}, "weight_format is 'fake_quantized'"),
+    ({**QUARK_INT4, "layer_type_quant_config": {"Linear": {}}}, "layer_type_quant_config"), ({**AWQ, "pack_method": "order"}, "pack_method is 'order'"),
     ({**ROUND, "backend": "auto_round:gptq:exllamav2"}, "backend is"), ({**ROUND, "bits": 2}, "bits is 2, wanted 4 or 8"),
     (compressed("pack-quantized", 4, strategy="group", group_size=128, actorder="group"), "actorder is 'group'"),
     (compressed("pack-quantized", 3, strategy="channel"), "num_bits is 3"), (compressed("marlin-24", 4), "format is 'marlin-24'"),
@@ -429,6 +465,9 @@ def _fill(name: str, value: float):
     ("ct-mxfp8", _set("weight_scale", lambda s: torch.full_like(s, 255)), f"'{DOWN}.weight_scale' holds scales"),
     ("awq", _set("qzeros", lambda z: z.t().contiguous()), f"'{DOWN}.qzeros' is I32 of shape"), ("awq", _fill("scales", float("nan")), f"'{DOWN}.scales'"),
     ("awq", _set("qweight", lambda w: w.float()), f"'{DOWN}.qweight' is F32"), ("awq", lambda t: t.pop(f"{DOWN}.scales"), f"'{DOWN}.scales' is missing"),
+    ("quark-int4", _set("weight_zero_point", lambda z: z + 1), f"'{DOWN}.weight_zero_point' holds zero points, and by config.json there are none"),
+    ("quark-int8", lambda t: t[f"{DOWN}.weight_zero_point"].fill_(1), f"'{DOWN}.weight_zero_point' holds zero points"),
+    ("quark-uint4", _set("weight", lambda w: w.t().contiguous()), f"'{DOWN}.weight' is I32 of shape"), ("quark-mxfp4", lambda t: t.pop(f"{DOWN}.weight_scale"), "is missing"),
     ("gptq", _set("g_idx", lambda g: g.flip(0)), f"'{DOWN}.g_idx' shuffles the columns among the groups .*: use a version made without"),
     ("gptq", _set("qweight", lambda w: w[1:].clone()), f"'{DOWN}.qweight' is I32 of shape"),
     ("gptq-dynamic", _set("qweight", lambda w: w[::4].clone()), f"'{DOWN}.qweight' has 2 bits, and 4 and 8"),

@@ -6,19 +6,18 @@ tensors are called and how they become a Weight is in quantized_*.py, one file f
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 from headrace.errors import CheckpointError
+from headrace.model.formats.quantized_fields import INSTEAD, Fields
 from headrace.model.formats.safetensors_file import read_json
 
-INSTEAD = "use the unquantized checkpoint with --quantization int4, int8 or fp8, or one of FP8, AWQ, GPTQ, compressed-tensors"
 _BESIDE = (  # where older tools wrote what config.json does not say, what is in it for sure, and of which method it then is
     ("quantize_config.json", "bits", "gptq"), ("quant_config.json", "w_bit", "awq"),
     ("hf_quant_config.json", "quant_algo", "modelopt"),
@@ -27,9 +26,6 @@ _REFUSED: Mapping[str, str] = MappingProxyType({
     "bitsandbytes": "bitsandbytes weights are slow everywhere and made for training",
     "mxfp4": "mxfp4 is of gpt-oss's experts only, and this model has none",
 })  # fmt: skip
-# A checkpoint comes from anywhere, and its patterns are tried at the name of every matrix.
-_MOST_STEPS, _NAME = 10**8, 64  # characters of such a name
-_ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +40,7 @@ class Scheme:
     tile: tuple[int, int] | None = None
     zeros: bool = False  # asymmetric
     zero_offset: int = 0  # added to the zero points that are stored
+    signed: bool = False  # awq: its 4-bit numbers, and their zero points, are from -8 to 7
 
 
 class Modules:
@@ -109,7 +106,7 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     if config.get("model_type") == "gpt_oss" and method != "mxfp4":
         told = f"quantization_config has the method {method!r}, and gpt-oss is read in mxfp4 alone"
         raise CheckpointError(f"config.json: {told}: {INSTEAD}")
-    return parse(_Fields(given, str(method)))
+    return parse(Fields(given, str(method)))
 
 
 def quantization_beside(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,74 +122,11 @@ def quantization_beside(path: Path, config: Mapping[str, Any]) -> dict[str, Any]
     return dict(config)
 
 
-def _most_steps(pattern: str) -> float:
-    """How often a pattern may be tried at a name before it is known not to match: repeats of one another, and all choices."""
-    plain = _ATOM.sub("x", pattern)
-    if re.search(r"\)\s*[*+{]|\(\?\w*x", plain):
-        return math.inf  # a repeated group, which may repeat in it, or a pattern with blanks and comments in it
-    repeats = len(re.findall(r"(?<!\()[*+?{]", plain))
-    return math.comb(_NAME + repeats, repeats) * math.prod(1 + part.count("|") for part in plain.split("("))
-
-
-class _Fields:
-    """The entries of a quantization_config, or of an object in it, each checked when it is read."""
-
-    def __init__(self, given: Mapping[str, Any], where: str):
-        self.given, self.where = given, where
-
-    def refuse(self, name: str, wanted: str) -> NoReturn:
-        value = self.given.get(name)
-        raise CheckpointError(f"config.json: {self.where} quantization: {name} is {value!r}, wanted {wanted}: {INSTEAD}")
-
-    def one_of(self, name: str, default: Any, *allowed: Any) -> Any:
-        """Numbers are not flags: 1 is not True."""
-        value = self.given.get(name)
-        value = default if value is None else value.lower() if isinstance(value, str) else value
-        if not any(value == each and type(value) is type(each) for each in allowed):
-            self.refuse(name, " or ".join(map(str, allowed)))
-        return value
-
-    def count(self, name: str) -> int:
-        """A number of columns; 0: of the whole row, which is written as -1."""
-        value = self.given.get(name)
-        if type(value) is not int or not (value == -1 or 0 < value < 1 << 24):
-            self.refuse(name, "a positive number, or -1 for the whole row")
-        return max(value, 0)
-
-    def names(self, name: str) -> list[str]:
-        """A list of modules."""
-        found = self.given.get(name) or []
-        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-            self.refuse(name, "a list of names")
-        return self._checked(name, found)
-
-    def keys(self, name: str) -> list[str]:
-        """Modules that are the names in an object."""
-        return self._checked(name, list(self.inside(name).given))
-
-    def _checked(self, name: str, found: list[str]) -> list[str]:
-        """Patterns are compiled to see that they are some."""
-        for each in found:
-            try:
-                pattern = re.compile(each.removeprefix("re:") if each.startswith("re:") else "").pattern
-            except (re.error, RecursionError, OverflowError) as error:
-                raise CheckpointError(f"config.json: {name} has {each[:200]!r}, no pattern: {error}") from error
-            if _most_steps(pattern) > _MOST_STEPS:
-                raise CheckpointError(f"config.json: {name} has {each[:200]!r}, a pattern that takes too long: fewer repeats")
-        return found
-
-    def inside(self, name: str) -> _Fields:
-        value = self.given.get(name)
-        if not isinstance(value, dict):
-            self.refuse(name, "an object")
-        return _Fields(value, f"{self.where} {name}")
-
-
-def _everywhere(fields: _Fields, scheme: Scheme, ignored: str) -> Quantization:
+def _everywhere(fields: Fields, scheme: Scheme, ignored: str) -> Quantization:
     return Quantization(fields.where, (), scheme, Modules(fields.names(ignored)))
 
 
-def _fp8(fields: _Fields) -> Quantization:
+def _fp8(fields: Fields) -> Quantization:
     """Of Transformers, in blocks or of whole tensors; AutoFP8's and FBGEMM's. Static scales of activations are not used."""
     fields.one_of("fmt", "e4m3", "e4m3", "float8_e4m3fn")
     fields.one_of("activation_scheme", "dynamic", "dynamic", "static")
@@ -202,24 +136,25 @@ def _fp8(fields: _Fields) -> Quantization:
     return _everywhere(fields, Scheme("fp8", tile=tile), (lists or ["ignored_layers"])[0])
 
 
-def _block(fields: _Fields, name: str) -> tuple[int, int]:
+def _block(fields: Fields, name: str) -> tuple[int, int]:
     block = fields.given.get(name)
     if not isinstance(block, list) or len(block) != 2 or any(type(n) is not int or not 0 < n < 1 << 24 for n in block):
         fields.refuse(name, "[rows, columns]")
     return block[0], block[1]
 
 
-def _awq(fields: _Fields) -> Quantization:
+def _awq(fields: Fields) -> Quantization:
     version = next((name for name in ("version", "format", "checkpoint_format") if name in fields.given), "version")
     fields.one_of(version, "gemm", "gemm")
     bits = "w_bit" if "w_bit" in fields.given else "bits"
     fields.one_of(bits, None, 4)
-    fields.one_of("zero_point", True, True, False)  # the file has them either way
+    zeros = fields.one_of("zero_point", True, True, False)  # AutoAWQ's files have them either way, and unsigned numbers
+    signed = fields.one_of("pack_method", None, None, "reorder") is not None and not zeros  # Quark's
     group = fields.count("q_group_size" if "q_group_size" in fields.given else "group_size")
-    return _everywhere(fields, Scheme("awq", 4, (1, group), zeros=True), "modules_to_not_convert")
+    return _everywhere(fields, Scheme("awq", 4, (1, group), zeros=not signed, signed=signed), "modules_to_not_convert")
 
 
-def _gptq(fields: _Fields) -> Quantization:
+def _gptq(fields: Fields) -> Quantization:
     """With `desc_act` the order of columns is in the file: whether it is the usual one is seen when it is read."""
     layout = next((name for name in ("checkpoint_format", "format") if fields.given.get(name)), "checkpoint_format")
     version = fields.one_of(layout, "gptq", "gptq", "gptq_v2")
@@ -232,26 +167,102 @@ def _gptq(fields: _Fields) -> Quantization:
     return _everywhere(fields, scheme, "modules_to_not_convert")
 
 
-def _auto_round(fields: _Fields) -> Quantization:
-    """AutoRound's, packed like GPTQ or AWQ. What it leaves alone (`extra_config`: 16 bits) has no scale in the file."""
-    fields.one_of("data_type", "int", "int")
+def _auto_round(fields: Fields) -> Quantization:
+    """AutoRound's, packed like GPTQ, AWQ, compressed-tensors or FP8 files. What it leaves alone (`extra_config`: 16 bits) has
+    no scale in the file, and of what it has in other bits the names say so, or of integers the shapes."""
+    scheme, named = _auto_round_scheme(fields), dict[Scheme, list[str]]()
+    for name in fields.keys("extra_config") if fields.given.get("extra_config") else ():
+        own = Fields({**fields.given, **fields.inside("extra_config").inside(name).given}, f"{fields.where} {name}")
+        if own.given.get("bits") in (16, 32) or all(own.given.get(key) == fields.given.get(key) for key in _OWN):
+            continue
+        if scheme.format == "gptq":
+            scheme = replace(scheme, bits=0)
+        else:
+            named.setdefault(_auto_round_scheme(own), []).append(name)
+    groups = tuple((Modules(names), of_these) for of_these, names in named.items())
+    return Quantization(fields.where, groups, scheme, Modules(fields.names("modules_to_not_convert")))
+
+
+def _auto_round_scheme(fields: Fields) -> Scheme:
+    match fields.one_of("data_type", "int", "int", "fp", *_MX_FP, *_NV_FP):
+        case "fp":
+            fields.one_of("packing_format", "auto_round:fp8", "auto_round:fp8", "auto_round:fp8_static")
+            fields.one_of("bits", None, 8)
+            block = fields.given.get("weight_block_size")
+            return Scheme("fp8", tile=None if block is None else _block(fields, "weight_block_size"))
+        case "int":
+            return _auto_round_integers(fields)
+        case data_type:
+            fields.one_of("packing_format", None, "auto_round:llm_compressor")
+            nvfp4 = data_type in _NV_FP
+            bits = fields.one_of("bits", None, *((4,) if nvfp4 else (4, 8)))
+            fields.one_of("group_size", None, 16 if nvfp4 else 32)
+            if nvfp4:
+                return Scheme("nvfp4", 4, (1, 16))
+            return Scheme("mxfp4", 4, (1, 32)) if bits == 4 else Scheme("fp8", tile=(1, 32))
+
+
+_OWN = ("data_type", "bits", "group_size")
+_MX_FP, _NV_FP = ("mx_fp", "mx_fp4", "mx_fp8", "mx_fp_rceil"), ("nv_fp", "nv_fp4")
+
+
+def _auto_round_integers(fields: Fields) -> Scheme:
     fields.one_of("backend", "auto", "auto")  # older ones pack otherwise
     packing = fields.one_of("packing_format", "auto_round:auto_gptq", "auto_round:auto_gptq", "auto_round:auto_awq")
     awq, group = packing.endswith("awq"), fields.count("group_size")
     bits = fields.one_of("bits", None, *((4,) if awq else (4, 8)))
-    extra = fields.inside("extra_config").given.values() if fields.given.get("extra_config") else ()
-    if any(isinstance(each, dict) and each.get("bits", bits) not in (bits, 16, 32) for each in extra) and not awq:
-        bits = 0  # by the shapes in the file
-    scheme = Scheme("awq" if awq else "gptq", bits, (1, group), zeros=True, zero_offset=0 if awq else 1)
-    return _everywhere(fields, scheme, "modules_to_not_convert")
+    return Scheme("awq" if awq else "gptq", bits, (1, group), zeros=True, zero_offset=0 if awq else 1)
 
 
-def _mxfp4(fields: _Fields) -> Quantization:
+def _quark(fields: Fields) -> Quantization:
+    """AMD Quark's: layers of their own by patterns, of which the first counts, and the rest. What is said of attention and its
+    cache is not used, as with the others."""
+    fields.inside("export").one_of("weight_format", "real_quantized", "real_quantized")
+    if fields.given.get("layer_type_quant_config"):
+        fields.refuse("layer_type_quant_config", "none")
+    groups, ignored = list[tuple[Modules, Scheme]](), Modules(fields.names("exclude"))
+    for name in fields.keys("layer_quant_config") if fields.given.get("layer_quant_config") else ():
+        if (scheme := _quark_scheme(fields, fields.inside("layer_quant_config").inside(name))) is not None:
+            groups.append((Modules([name]), scheme))
+    of_rest = fields.given.get("global_quant_config") is not None
+    rest = _quark_scheme(fields, fields.inside("global_quant_config")) if of_rest else None
+    return Quantization(fields.where, tuple(groups), rest, ignored)
+
+
+def _quark_scheme(fields: Fields, layer: Fields) -> Scheme | None:
+    """None: its weights are floats."""
+    given = layer.given.get("weight")
+    if given is None:
+        return None
+    parts = given if isinstance(given, list) else [given]
+    if len(parts) not in (1, 2) or not all(isinstance(part, dict) for part in parts):
+        layer.refuse("weight", "an object, or two of them")
+    weight, *of_scales = (Fields(part, f"{layer.where} weight") for part in parts)
+    kind = weight.one_of("dtype", None, *(("fp4",) if of_scales else ("fp8_e4m3", "int8", "int4", "uint4", "fp4")))
+    schemes = {"fp8_e4m3": ("per_tensor", "per_channel", "per_block"), "int8": ("per_tensor", "per_channel")}
+    scheme = weight.one_of("qscheme", None, *schemes.get(kind, ("per_group",)))
+    weight.one_of("ch_axis", *((0, 0) if scheme == "per_channel" else (-1, -1, 1)))
+    zeros = weight.one_of("symmetric", True, True, False) is False
+    if of_scales:
+        of_scales[0].one_of("dtype", None, "fp8_e4m3")
+        of_scales[0].one_of("qscheme", None, "per_tensor")
+        return Scheme("nvfp4", 4, (1, weight.one_of("group_size", None, 16)))
+    if kind == "fp4":
+        weight.one_of("scale_format", None, "e8m0")
+        return Scheme("mxfp4", 4, (1, weight.one_of("group_size", None, 32)))
+    if kind in ("int4", "uint4"):
+        fields.inside("export").one_of("pack_method", "reorder", "reorder")
+        return Scheme("awq", 4, (1, weight.count("group_size")), zeros or kind == "uint4", signed=kind == "int4")
+    tile = {"per_tensor": (0, 0), "per_channel": (1, 0)}.get(scheme) or _block(weight, "block_size")
+    return Scheme("int8" if kind == "int8" else "fp8", tile=tile, zeros=zeros and kind == "int8")
+
+
+def _mxfp4(fields: Fields) -> Quantization:
     """Of gpt-oss, whose experts' names tell them (see gpt_oss_experts.py)."""
     return _everywhere(fields, Scheme("mxfp4", 4, (1, 32)), "modules_to_not_convert")
 
 
-def _modelopt(fields: _Fields) -> Quantization:
+def _modelopt(fields: Fields) -> Quantization:
     """One kind everywhere, or layers of several kinds, each named; of the latter some may be of no use here (drafting, vision),
     so that what is not supported is refused when it is read."""
     ignored, layers = "ignore" if "ignore" in fields.given else "exclude_modules", "quantized_layers"
@@ -264,7 +275,7 @@ def _modelopt(fields: _Fields) -> Quantization:
     return Quantization(fields.where, groups, None, Modules(fields.names(ignored)))
 
 
-def _modelopt_scheme(fields: _Fields) -> Scheme:
+def _modelopt_scheme(fields: Fields) -> Scheme:
     kind = str(fields.given.get("quant_algo"))
     scheme = _MODELOPT.get(kind.lower(), Scheme(kind.upper()))
     grouped = scheme.format == "nvfp4" and fields.given.get("group_size") is not None
@@ -278,7 +289,7 @@ _MODELOPT: Mapping[str, Scheme] = MappingProxyType({
 })  # fmt: skip
 
 
-def _compressed_tensors(fields: _Fields) -> Quantization:
+def _compressed_tensors(fields: Fields) -> Quantization:
     for name, key in (("sparsity_config", "format"), ("transform_config", "config_groups")):
         inner = fields.given.get(name)
         if inner and (not isinstance(inner, dict) or inner.get(key) not in (None, {}, "dense")):
@@ -293,9 +304,9 @@ def _compressed_tensors(fields: _Fields) -> Quantization:
     return Quantization(fields.where, tuple(groups), rest, Modules(fields.names("ignore")))
 
 
-def _compressed_scheme(group: _Fields, format_: Any) -> Scheme:
+def _compressed_scheme(group: Fields, format_: Any) -> Scheme:
     weights = group.inside("weights")
-    found = _Fields({**weights.given, "format": format_}, weights.where)
+    found = Fields({**weights.given, "format": format_}, weights.where)
     allowed = _FORMATS.get(format_) if isinstance(format_, str) else None
     if allowed is None:
         found.refuse("format", " or ".join(_FORMATS))
@@ -314,7 +325,7 @@ _FORMATS: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]] = MappingProxy
 })  # fmt: skip
 
 
-def _tile(weights: _Fields, name: str) -> tuple[int, int]:
+def _tile(weights: Fields, name: str) -> tuple[int, int]:
     grouped = weights.given.get("group_size") not in (None, -1)
     fp4 = name in ("nvfp4", "mxfp4")
     default = "block" if weights.given.get("block_structure") else "group" if grouped or fp4 else "tensor"
@@ -329,7 +340,8 @@ def _tile(weights: _Fields, name: str) -> tuple[int, int]:
     return 1, {"nvfp4": 16, "mxfp4": 32}[name] if not grouped and fp4 else weights.count("group_size")
 
 
-_METHODS: Mapping[str, Callable[[_Fields], Quantization]] = MappingProxyType({
+_METHODS: Mapping[str, Callable[[Fields], Quantization]] = MappingProxyType({
     "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq,
     "auto-round": _auto_round, "modelopt": _modelopt, "modelopt_fp4": _modelopt, "mxfp4": _mxfp4,
+    "quark": _quark,
 })  # fmt: skip

@@ -21,7 +21,7 @@ def _data(shape: tuple[int, int], *suffixes: str) -> Role:
 
 def mxfp4_roles(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Role]:
     scales = scale_role(scheme.tile, shape, "weight_scale", encodings=("U8", "F8_E8M0"))
-    return {"data": _data(shape, "weight_packed"), "scale": scales}
+    return {"data": _data(shape, "weight_packed", "weight"), "scale": scales}
 
 
 def mxfp4_reader(scheme: Scheme, shape: tuple[int, int]) -> Read:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headrace.model.formats.blocks import powers_of_two
 from headrace.model.formats.quantized import Scheme
-from headrace.model.formats.quantized_matrix import Allowed, Read, Role, Rows, by_row, scale_role
+from headrace.model.formats.quantized_matrix import Allowed, Read, Role, Rows, by_row, check_zeros, scale_role
 from headrace.model.formats.tensor_file import FLOATS
 from headrace.model.weight import Kind, Weight
 
@@ -36,6 +36,9 @@ def reader(scheme: Scheme, shape: tuple[int, int]) -> Read:
     def read(parts: Mapping[str, Rows], count: int) -> Weight:
         scales = by_row(_scales(parts["scale"]), count, rows <= 1)
         zeros = by_row(parts["zero"].decoded(), count, rows <= 1) if "zero" in parts else None
+        if zeros is not None and not scheme.zeros:
+            check_zeros(parts["zero"], zeros)
+            zeros = None
         kind: Kind = "fp8" if scheme.format == "fp8" else "int8"
         return Weight(parts["data"].decoded(), scales, zeros, kind, group, 1 if len(scales) == count else rows)
 

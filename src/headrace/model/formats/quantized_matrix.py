@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from headrace.errors import CheckpointError
 from headrace.model.formats.blocks import decode_rows
 from headrace.model.formats.quantized import Scheme
 from headrace.model.formats.tensor_file import TensorEntry
@@ -104,6 +105,13 @@ def by_row(scales: Tensor, count: int, of_all: bool = True) -> Tensor:
     """What was read of scales, as float32 [rows or blocks of rows, groups]. `of_all`: a single one is that of all rows."""
     scales = scales.float()
     return scales.reshape(1, 1).expand(count, 1) if of_all and scales.numel() == 1 else scales.view(len(scales), -1)
+
+
+def check_zeros(stored: Rows, zeros: Tensor, middle: int = 0) -> None:
+    """Raises CheckpointError if a file has zero points other than `middle` though its config says that there are none."""
+    if (zeros != middle).any():
+        why = "holds zero points, and by config.json there are none: another copy, or another version"
+        raise CheckpointError(f"{stored.entry.file}: {stored.entry.name!r} {why}")
 
 
 def nibbles(packed: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 from headrace.errors import CheckpointError
 from headrace.model.formats import quantized_fp4, quantized_fp8, quantized_packed, quantized_transposed
-from headrace.model.formats.quantized import INSTEAD, Quantization, Scheme
+from headrace.model.formats.quantized import Quantization, Scheme
+from headrace.model.formats.quantized_fields import INSTEAD
 from headrace.model.formats.quantized_matrix import MatrixSource, Part, Read, Role, Rows
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
 from headrace.model.weight import Weight
@@ -18,7 +19,8 @@ Sources = dict[str, TensorEntry | MatrixSource]
 
 # Beside a weight, and not of it: what activations and caches are multiplied with, and sizes that are known.
 _UNUSED = (
-    ".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale", ".output_scale", ".weight_shape",
+    ".input_scale", ".input_scale_2", ".input_zero_point", ".input_global_scale", ".activation_scale", ".output_scale",
+    ".output_zero_point", ".prob_output_scale", ".weight_shape",
     ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale", ".k_zero_point", ".v_zero_point",
     ".kv_cache_scaling_factor",
 )  # fmt: skip

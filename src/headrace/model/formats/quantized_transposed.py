@@ -1,4 +1,4 @@
-"""AWQ and GPTQ: integers of matrices that lie as [in, out], with scales and zero points for each group of inputs."""
+"""AWQ, GPTQ, Quark's of 4 bits: integers of matrices that lie as [in, out], scales and zero points of each group of inputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from headrace.errors import CheckpointError
 from headrace.model.formats.quantized import Scheme
-from headrace.model.formats.quantized_matrix import Allowed, Read, Role, Rows, nibbles, unpacked
+from headrace.model.formats.quantized_matrix import Allowed, Read, Role, Rows, check_zeros, nibbles, unpacked
 from headrace.model.narrow import of_integers
 from headrace.model.weight import Weight
 
@@ -20,20 +20,22 @@ def awq_roles(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Role]:
     rows, columns = shape
     groups = _groups(scheme, columns)
     return {
-        "data": Role(("qweight",), (Allowed(("I32",), (columns, -(-rows // 8)), 0),)),
-        "scale": Role(("scales",), (Allowed(_HALVES, (groups, rows), 0),)),
-        "zero": Role(("qzeros",), (Allowed(("I32",), (groups, -(-rows // 8)), 0),)),
+        "data": Role(("qweight", "weight"), (Allowed(("I32",), (columns, -(-rows // 8)), 0),)),
+        "scale": Role(("scales", "weight_scale"), (Allowed(_HALVES, (groups, rows), 0),)),
+        "zero": Role(("qzeros", "weight_zero_point"), (Allowed(("I32",), (groups, -(-rows // 8)), 0),)),
     }
 
 
 def awq_reader(scheme: Scheme, shape: tuple[int, int]) -> Read:
-    """w = (data - zero) * scale, packed along the outputs."""
-    order = list(_AWQ_ORDER)
+    """w = (data - zero) * scale, packed along the outputs. Quark has the same under other names, of signed numbers, too."""
+    order, sign = list(_AWQ_ORDER), 8 if scheme.signed else 0
 
     def read(parts: Mapping[str, Rows], count: int) -> Weight:
         values, zeros = (nibbles(parts[role].decoded().unsqueeze(-1))[..., order].flatten(1).t() for role in ("data", "zero"))
-        scales = parts["scale"].decoded().t().float()
-        return of_integers(values[:count], scales, zeros[:count].float(), (scheme.tile or (1, 0))[1])
+        values, zeros, scales = values[:count] ^ sign, zeros[:count] ^ sign, parts["scale"].decoded().t().float()
+        if not scheme.zeros:
+            check_zeros(parts["zero"], zeros, sign)
+        return of_integers(values, scales, zeros.float() if scheme.zeros else None, (scheme.tile or (1, 0))[1])
 
     return read
 
