@@ -162,6 +162,15 @@ def test_a_pool_that_is_left_ends_its_processes(tmp_path) -> None:
 
 def test_cards_are_named() -> None:
     assert named_card("H100").capability == 90 and named_card("rtx_4090").shared_memory == 99 << 10
+    for words, name in (  # as nvidia-smi has them, and as people write them
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("nvidia h100", "h100"), ("GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA RTX A6000", "a6000"), ("RTX A6000", "a6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+    ):  # fmt: skip
+        assert named_card(words) is CARDS[name]
+    for words in ("", "  ", "nvidia", "rtx", "NVIDIA A100-SXM4-40GB", "h100 nvl"):
+        with pytest.raises(ParameterError, match="card"):
+            named_card(words)
     assert {card.capability for card in CARDS.values()} == {80, 86, 89, 90, 120} <= SHARED_MEMORY.keys()
     with pytest.raises(ParameterError, match=r"card.*voodoo2.*h100"):
         named_card("voodoo2")
@@ -415,11 +424,27 @@ def test_what_is_noted_counts_while_it_is_whole(cache, name, damage) -> None:
     assert not is_complete(note)
 
 
+def test_a_note_that_cannot_be_written_is_told(cache, caplog) -> None:
+    """An image's build said that all was compiled, and each start of its containers looked through all of it."""
+    (cache / "file").write_text("")
+    write_note(cache / "file" / "compiled" / "one.json", 1, ["ONE/kernel.cubin"])
+    assert "every start looks through all kernels" in caplog.text and "Not a directory" in caplog.text
+
+
 def test_entries_that_nobody_has_noted_are_made_anew_when_they_are_empty(cache) -> None:
     """As a machine leaves them that goes down while it compiles."""
-    (cache / "ANOTHER" / KERNEL[1]).write_text("")
+    (entry := cache / "XU5DT2AO5BD5AEHEYGLPP5LRDFHHCUEJT4LGDVLB4STXUGVGHFPA").mkdir()
+    (entry / KERNEL[1]).write_text("")
     drop_damaged(cache / "notes" / "two.json")
-    assert {path.name for path in cache.iterdir()} == {"ONE", "TWO", "notes"}
+    assert {path.name for path in cache.iterdir()} == {"ONE", "TWO", "ANOTHER", "notes"}
+
+
+def test_what_is_not_of_triton_stays_in_its_cache(cache) -> None:
+    """Whose directory was a home, or /tmp: every folder in it that had an empty file was removed."""
+    (cache / "project" / "src").mkdir(parents=True)
+    (cache / "project" / "__init__.py").touch()
+    drop_damaged(cache / "notes" / "two.json")
+    assert (cache / "project" / "src").exists()
 
 
 @pytest.fixture
@@ -490,11 +515,54 @@ def test_a_terminal_that_closes_leaves_no_temporary_files(begun, tmp_path, monke
     assert not list(temporary.iterdir())
 
 
-def test_a_cache_that_takes_nothing_ends_the_start(begun, tmp_path) -> None:
+@pytest.mark.parametrize("spoil", [
+    lambda cache: cache.write_text("a file"), lambda cache: cache.symlink_to(cache.parent / "nowhere"),  # a volume is not mounted
+], ids=["a file", "a link to nothing"])  # fmt: skip
+def test_a_cache_that_takes_nothing_ends_the_start(spoil, begun, tmp_path, capfd) -> None:
     """Ready would mean that every request fails; and it is not the kernels' fault."""
-    (tmp_path / "triton").write_text("a file")
-    with begun[0]() as compilation, pytest.raises(CapacityError, match=r"cannot be kept in .*triton \(Not a directory: .*triton.*\).*TRITON_CACHE_DIR"):
+    spoil(tmp_path / "triton")
+    with begun[0]() as compilation, pytest.raises(CapacityError, match=r"cannot be kept in .*triton \(File exists: .*triton\).*TRITON_CACHE_DIR"):
         compilation.wait(lambda done, total: None)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+FULL = """
+import errno, sys
+from headrace.compile_ahead import process
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device", "kernel.cubin")
+
+process.compile_all = full
+sys.exit(process.main(int(sys.argv[1])))
+"""
+
+
+def test_a_cache_that_fills_up_ends_the_start(begun, monkeypatch) -> None:
+    monkeypatch.setattr(ahead, "python_of_child", lambda *words: [sys.executable, "-c", FULL, str(words[-1])])
+    with begun[0]() as compilation, pytest.raises(CapacityError, match=r"cannot be kept in .*triton \(No space left on device: kernel.cubin\)"):
+        compilation.wait(lambda done, total: None)
+
+
+def test_what_is_wrong_with_a_model_is_said_without_a_traceback(tmp_path, monkeypatch, capfd) -> None:
+    """Of narrow weights the file is needed, not its config alone."""
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "headrace"))
+    model = Path(write_shape(tmp_path))
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(shape | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}))
+    args = make_parser().parse_args(["compile", str(model), "--card", "h100", "--max-num-seqs", "2"])
+    with pytest.raises(CapacityError, match="not compiled"):
+        args.run(args)
+    said = capfd.readouterr().err
+    assert "has no model.safetensors" in said and "Traceback" not in said
+
+
+def test_ranks_that_cannot_share_a_model_are_refused_at_once(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "headrace"))
+    words = ["--load-format", "dummy", "--card", "h100", "--tensor-parallel-size", "3", "--max-num-seqs", "2"]
+    args = make_parser().parse_args(["compile", write_shape(tmp_path), *words])
+    with pytest.raises(ParameterError, match="tensor_parallel_size: got 3"):
+        args.run(args)
 
 
 COMPILE = """

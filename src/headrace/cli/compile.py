@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model_tag", nargs="?", type=text, metavar="MODEL",
         help=f"{NAMES}; a directory or .gguf file (default: the embedded SmolLM2-135M-Instruct)",
     )  # fmt: skip
-    parser.add_argument("--card", metavar="NAME", help=f"{', '.join(CARDS)} (default: the one of this machine)")
+    names = f"{', '.join(CARDS)}, or as nvidia-smi says it"
+    parser.add_argument("--card", metavar="NAME", help=f"{names} (default: the one of this machine)")
     parser.add_argument("--processes", type=int, metavar="N", help="that compile (default: as cores and memory allow)")
     add_config_file(parser)
     add_engine_arguments(parser)
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from headrace.engine.named_format import without_named_format
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.families import model_config_from_hf
+    from headrace.model.shard import Shard
 
     config = EngineConfig(**engine_options(args))
     if config.kv_cache_dtype == "fp8" and card.capability < 89:
@@ -55,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         words = "1 for narrow weights or adapters: such a rank's kernels are compiled where it runs"
         raise ParameterError("tensor_parallel_size", config.tensor_parallel_size, words)
     model = model_config_from_hf(checkpoint.config)
+    Shard(0, config.tensor_parallel_size).config(model)  # refuses ranks that cannot share it
     limits = resolve(with_seats(config, checkpoint, model, card.memory), model, torch.device("cuda"))
     began, shown = time.perf_counter(), sys.stderr.isatty()
 

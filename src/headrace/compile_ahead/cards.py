@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import dataclass
 
 from headrace.errors import ParameterError
@@ -46,11 +47,15 @@ CARDS = {
 
 
 def named_card(name: str) -> Card:
-    """Raises ParameterError for one that is not known."""
-    plain = name.lower().translate(str.maketrans("", "", "-_ "))
-    if (card := next((card for known, card in CARDS.items() if known.replace("-", "") == plain), None)) is None:
+    """By our name or the driver's. Raises ParameterError for one that is not known."""
+    wanted = _plain(name)
+    if (card := next((card for known, card in CARDS.items() if wanted in (_plain(known), _plain(card.name))), None)) is None:
         raise ParameterError("card", name, "one of " + ", ".join(CARDS))
     return card
+
+
+def _plain(name: str) -> str:
+    return re.sub("nvidia|geforce|[-_ ]", "", name.lower())
 
 
 def present_card() -> Card | None:

@@ -8,7 +8,9 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 import sys
 import time
@@ -22,6 +24,7 @@ from headrace.config import EngineConfig, cache_dir
 from headrace.model.checkpoint import Checkpoint
 from headrace.scheduler.config import Limits
 
+logger = logging.getLogger(__name__)
 SOURCES = ("kernels", "fast_decode", "attention", "compile_ahead", "model", "worker", "cache", "sampling", "lora")
 # options that decide about kernels, beside the limits
 SHAPING = (
@@ -29,6 +32,7 @@ SHAPING = (
     "tensor_parallel_size",
 )  # fmt: skip
 TURN_SECONDS = 120.0
+ENTRY = re.compile("[A-Z2-7]{52}")  # as Triton names what belongs to a kernel
 
 
 def note_path(config: EngineConfig, checkpoint: Checkpoint, limits: Limits, card: Card) -> Path:
@@ -79,18 +83,21 @@ def is_complete(note: Path) -> bool:
 
 def write_note(note: Path, kernels: int, places: Iterable[str]) -> None:
     files = {place: _size(kernel_cache() / place) for place in places}
-    with contextlib.suppress(OSError):  # a cache that cannot be written is looked through each time
+    try:
         note.parent.mkdir(parents=True, exist_ok=True)
         half = note.with_suffix(f".{os.getpid()}")
         half.write_text(json.dumps({"cache": str(kernel_cache()), "kernels": kernels, "files": files}))
         half.replace(note)
+    except OSError as error:
+        logger.warning("every start looks through all kernels, as it cannot be noted that they are there: %s", error)
 
 
 def drop_damaged(note: Path) -> None:
     """Entries that a full disk or a machine that went down has cut off: Triton would take them for whole at every start."""
     cache = kernel_cache()
     damaged = {(cache / place).parent for place, size in read_note(note)["files"].items() if _size(cache / place) != size}
-    damaged |= {file.parent for file in cache.glob("*/*") if file.name != "lock" and _size(file) == 0}
+    entries = [path for path in cache.glob("*") if ENTRY.fullmatch(path.name)]  # the directory may hold other things, too
+    damaged |= {file.parent for entry in entries for file in entry.glob("*") if file.name != "lock" and _size(file) == 0}
     for entry in damaged:
         shutil.rmtree(entry, ignore_errors=True)
 

@@ -22,8 +22,9 @@ from typing import Any
 import msgspec
 
 from headrace.compile_ahead.cards import Card
-from headrace.compile_ahead.notes import drop_damaged, is_complete, read_note, turn, write_note
+from headrace.compile_ahead.notes import drop_damaged, is_complete, kernel_cache, read_note, turn, write_note
 from headrace.config import EngineConfig, show_cards, use_temporary_directory
+from headrace.errors import HeadraceError
 from headrace.parent import end_with_parent, leave_signals_to_parent
 from headrace.scheduler.config import Limits
 
@@ -74,6 +75,11 @@ def main(parent: int) -> int:
                 kernels = read_note(note)["kernels"]
                 say(said, News(kernels, kernels, ended=True))
                 return 0
+            try:
+                kernel_cache().mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                say(said, News(unkept=why_unkept(error)))
+                return 0
             drop_damaged(note)
             try:
                 compile_all(work, Path(home), partial(say, said))
@@ -84,6 +90,9 @@ def main(parent: int) -> int:
                     say(said, News(unkept=why_unkept(error)))
                 else:
                     raise
+            except HeadraceError as error:  # of the model
+                print(f"headrace: {error}", file=sys.stderr)
+                return 1
     return 0
 
 
