@@ -44,10 +44,9 @@ class Watch:
     def took(self, plan: StepPlan, seconds: float) -> None:
         launched, before = self._launched.pop(plan.step), self.core._finished
         prompts = plan.counts[plan.counts > 1 + plan.drafts].tolist()
-        context = int((plan.starts[: plan.num_decodes] + 1).sum())
         limit = sum(map(self.limits.prefill_seconds, prompts))
         if plan.num_decodes:
-            limit += self.limits.decode_seconds(plan.num_decodes, context)
+            limit += self.limits.decode_seconds((plan.starts[: plan.num_decodes] + 1).tolist())
         idle = max(0.0, launched - before) if self.steps else 0.0
         self.steps.append({
             "kind": "prefill" if prompts else kind_of(plan.num_decodes), "rows": plan.num_decodes, "tokens": plan.num_tokens,

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from headrace.cli import main
 from headrace.model.families import model_config_from_hf
 from headrace.model.formats.quantized import Modules, Quantization, Scheme, quantization_of
 from headrace.worker.reading import Reading
-from headrace_bench import prompts, roofline
+from headrace_bench import engine, prompts, roofline
 from headrace_bench.engine import Bench
 from headrace_bench.roofline import (
     NARROW_BYTES,
@@ -126,6 +127,12 @@ def test_startup_is_that_of_a_fresh_process(shape, tmp_path, capsys):
     assert result["value"] > 0.1 and "first token [" in capsys.readouterr().out
 
 
+def test_a_start_that_fails_says_why(shape, capfd):
+    assert main(["bench", "startup", "--config", shape, "--device", "cpu", "--max-model-len", "64"]) == 1
+    said = capfd.readouterr().err
+    assert "headrace: prompt: got '128 tokens'" in said and "exit code 1" in said and "Traceback" not in said
+
+
 def test_latency_of_a_model(tmp_path, quick, capsys):
     model = str(write_tiny("llama", tmp_path / "tiny", max_position_embeddings=1024))
     sizes = ["--batch", "1", "2", "--input-len", "8", "--output-len", "64", "--temperature", "0", "--repeat", "3", "--max-num-seqs", "4",
@@ -157,10 +164,51 @@ def test_a_shape_that_is_no_json(tmp_path, capsys):
     (["latency", "--output-len", "1"], "--output-len: got 1, allowed: at least 2"),
     (["all", "--batch", "4", "0"], "--batch: got [4, 0]"), (["throughput", "--repeat", "0"], "--repeat: got 0"),
     (["latency", "--config", "no/such/file"], "--config"), (["latency", "--out", "no/such/directory/x.json"], "--out: got"),
+    (["all", "--temperature", "0.6", "-1"], "--temperature: got -1.0"),
 ])  # fmt: skip
 def test_mistakes_are_named(capsys, arguments, words):
     assert main(["bench", *arguments]) == 1
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ("latency --input-len 300 --output-len 20 --max-model-len 256", "--max-model-len: got 256, allowed: at least 320: --input-len and --output-len"),
+    ("prefill --prefill-len 300 --max-model-len 300", "--max-model-len: got 300, allowed: at least 301: --prefill-len and an output token"),
+    ("throughput --max-model-len 256", "--max-model-len: got 256, allowed: at least 2048: prompts and outputs"),
+    ("prompts --max-model-len 100", "--max-model-len: got 100, allowed: at least 129"),
+    ("all --prefill-len 4096", "--max-model-len: got 2176, allowed: at least 4097"),  # the model's context
+    ("latency --batch 2 16 --input-len 8 --output-len 4 --max-num-seqs 4", "--batch: got [2, 16], allowed: at most 4: so many requests"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_before_anything_is_measured(tmp_path, capsys, arguments, words):
+    """Warming up with 600 tokens was refused in words of a request; a batch without seats was timed in parts, beside the limit
+    of the whole; and a model of 2,048 tokens was asked for 4,352 where nothing of that length was to be run."""
+    config = Path(write_shape(tmp_path, **SMALL, max_position_embeddings=2176)) / "config.json"
+    assert main(["bench", *arguments.split(), "--config", str(config), "--device", "cpu", "--enforce-eager"]) == 1
+    said = capsys.readouterr()
+    assert words in said.err and not said.out
+
+
+def test_a_short_context_is_measured_in_what_fits(tmp_path, quick):
+    config = Path(write_shape(tmp_path, **SMALL, max_position_embeddings=200)) / "config.json"
+    found = bench("prefill", "--config", str(config), "--prefill-len", "150", "--prefill-prompts", "2", "--enforce-eager", out=tmp_path / "x")
+    assert [r["workload"] for r in found["results"]] == ["prefill 2 x 150"]
+    assert found["options"] == {"device": "cpu", "enforce_eager": True}, "what else tells one file from another"
+
+
+def test_the_commit_is_that_of_the_source(shape, tmp_path, quick, monkeypatch):
+    """It was that of the directory in which the command ran; and without git all that had been measured was lost."""
+    prefill = ["prefill", "--config", shape, "--prefill-len", "20", "--prefill-prompts", "1", "--enforce-eager", "--max-model-len", "64"]
+    other = {**os.environ, "GIT_AUTHOR_NAME": "x", "GIT_AUTHOR_EMAIL": "x", "GIT_COMMITTER_NAME": "x", "GIT_COMMITTER_EMAIL": "x"}
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", *words], cwd=tmp_path, env=other, check=True)
+    monkeypatch.chdir(tmp_path)
+    wanted = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert bench(*prefill, out=tmp_path / "x")["commit"] == (wanted.stdout.strip() or None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bench(*prefill, out=tmp_path / "x")["commit"] is None
+    monkeypatch.undo()
+    monkeypatch.setattr(engine, "__file__", str(tmp_path / "engine.py"))  # as installed into a venv within another repository
+    assert engine.commit_of_source() is None
 
 
 def test_a_limit_is_the_best_round_and_rounds_that_differ_are_told():
@@ -188,21 +236,44 @@ def test_limits_count_bytes_and_operations(tmp_path):
     matrices = [t for layer in weights.layers for t in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     dense, head = sum(t.data.numel() for t in matrices), weights.lm_head.data.numel()
     assert limits.parameters == Parameters(dense, 0, 0, 0.0)
-    assert limits.kv_bytes == 2 * config.num_layers * config.kv_size * 4
-    assert limits.decode_bytes(10) == 4 * (dense + head) + 10 * limits.kv_bytes
-    assert math.isclose(limits.decode_seconds(1, 10), limits.decode_bytes(10) / 1e9)
+    token = 2 * config.num_layers * config.kv_size * 4
+    assert limits.decode_bytes([3, 7]) == 4 * (dense + head) + 10 * token
+    assert math.isclose(limits.decode_seconds([10]), limits.decode_bytes([10]) / 1e9)
     slow = Limits(config, torch.float32, Machine("m", 1e15, 1e6))
-    assert math.isclose(slow.decode_seconds(7, 0), 2 * (dense + head) * 7 / 1e6), "then the products are what takes the time"
+    assert math.isclose(slow.decode_seconds([0] * 7), 2 * (dense + head) * 7 / 1e6), "then the products are what takes the time"
     assert limits.prefill_flops(8) == 2 * dense * 8 + 2 * 64 * config.q_size * config.num_layers
     assert slow.prefill_seconds(8) == slow.prefill_flops(8) / 1e6
     assert limits.prefill_seconds(8) == 4 * dense / 1e9, "few rows wait for the weights"
-    step = [limits.decode_seconds(2, 5 + 1 + 9 + 1), limits.decode_seconds(1, 9 + 2)]
+    step = [limits.decode_seconds([5 + 1, 9 + 1]), limits.decode_seconds([9 + 2])]
     assert math.isclose(limits.offline([5, 9], [2, 3]), limits.prompts_seconds([5, 9]) + sum(step))
     assert limits.offline([5], [1]) == limits.prefill_seconds(5)
     mixed = 2 * dense * (3 + 50) + 2 * head * 4
-    assert math.isclose(slow.mixed_seconds(3, 70, 50), (mixed + limits.prefill_flops(50) - 2 * dense * 50) / 1e6)
-    read = 4 * (dense + head) + 70 * limits.kv_bytes
-    assert math.isclose(limits.mixed_seconds(1, 70, 1), read / 1e9), "of few rows the weights are read, and what lies before them"
+    assert math.isclose(slow.mixed_seconds([20, 20, 30], 50), (mixed + limits.prefill_flops(50) - 2 * dense * 50) / 1e6)
+    read = 4 * (dense + head) + 70 * token
+    assert math.isclose(limits.mixed_seconds([70], 1), read / 1e9), "of few rows the weights are read, and what lies before them"
+
+
+def test_limits_count_what_a_window_shows(tmp_path):
+    """All keys and values, and the whole triangle, were counted in layers with a window: the limit was too slow, and shares of
+    it too high."""
+    config = replace(load_tiny(write_tiny("llama", tmp_path))[0], windows=(4, 0, 4))
+    limits = Limits(config, torch.float32, Machine("m", 1e9, 1e12))
+    token = 2 * config.kv_size * 4  # of a layer
+    assert limits.cache_bytes([3, 10]) == 2 * token * (3 + 4) + token * (3 + 10)
+    of_rows = 2 * limits.parameters.of_row * 10
+    # of ten rows the first four see what is before them, the others four tokens
+    assert limits.prefill_flops(10) - of_rows == 4 * config.q_size * (2 * (10 * 4 - 4**2 / 2) + 10**2 / 2)
+    assert math.isclose(limits.prefill_flops(3) - 0.3 * of_rows, 4 * config.q_size * 3 * 3**2 / 2), "within the window nothing is left out"
+
+
+def test_limits_count_attention_where_a_layer_has_it(tmp_path):
+    """Delta nets were counted as attention over the whole prompt."""
+    config, _ = load_tiny(write_tiny("qwen3_5", tmp_path))
+    limits, attention = Limits(config, torch.float32, Machine("m", 1e9, 1e12)), config.delta.layers.count(False)
+    assert 0 < attention < config.num_layers
+    scores = limits.prefill_flops(10) - 2 * limits.parameters.of_row * 10
+    assert math.isclose(scores, attention * 2 * config.q_size * 10**2)
+    assert limits.cache_bytes([10]) == attention * 10 * 2 * config.kv_size * 4
 
 
 def test_limits_of_a_native_step_count_what_it_reads(tmp_path):
@@ -210,7 +281,7 @@ def test_limits_of_a_native_step_count_what_it_reads(tmp_path):
     config, _ = load_tiny(write_tiny("llama", tmp_path))
     reading, numbers = Reading(weights=100_000, token=48, threads=2), numbers_of(config)
     limits = Limits(config, torch.float32, Machine("m", 1e9, 1e12), reading=reading)
-    assert math.isclose(limits.decode_bytes(10, batch=3), 100_000 + 10 * 48)
+    assert math.isclose(limits.decode_bytes([2, 3, 5]), 100_000 + 10 * 48)
     assert limits.prefill_seconds(1) < 100_000 / 1e9, "without the head"
     for width, products in ((0.6, torch.int8), (1.07, torch.int8), (2, torch.bfloat16), (4, torch.float32)):
         assert dtype_of_products(config, torch.float32, Reading(int(width * numbers), 48, 2)) == products
@@ -223,7 +294,7 @@ def test_limits_by_what_a_card_keeps_up_differ_where_it_computes(tmp_path):
     best, slow = (Limits(config, torch.bfloat16, Machine("m", 1e15, rate)) for rate in (1e12, 1e6))
     assert best.sustained() is None
     kept = Limits(config, torch.bfloat16, Machine("m", 1e15, 1e12, sustained_flops=1e6)).sustained()
-    assert kept is not None and kept.decode_seconds(3, 70) == slow.decode_seconds(3, 70) > best.decode_seconds(3, 70)
+    assert kept is not None and kept.decode_seconds([20] * 3) == slow.decode_seconds([20] * 3) > best.decode_seconds([20] * 3)
     assert kept.offline([5], [3]) == slow.offline([5], [3])
 
 
@@ -235,7 +306,7 @@ def test_limits_of_experts_count_those_that_are_touched(tmp_path):
     held = sum(layer[name].data.numel() for layer in experts for name in ("experts_gate_up", "experts_down"))
     router = sum(layer["router"].data.numel() for layer in experts)
     assert (limits.parameters.experts, limits.parameters.exact) == (held, router)
-    once, all_of_them = limits.decode_bytes(0), limits.weight_bytes(10_000)
+    once, all_of_them = limits.decode_bytes([0]), limits.weight_bytes(10_000)
     assert math.isclose(all_of_them - once, 2 * held * 5 / 8), "of 8 experts a row has 3"
     picks = [torch.rand(4, 8).argsort(1)[:, :3].unique().numel() / 8 for _ in range(2000)]
     assert abs(limits.parameters.touched(4) / held - statistics.mean(picks)) < 0.01
@@ -273,10 +344,10 @@ def test_limits_of_several_cards(tmp_path):
     one = Limits(config, torch.float32, Machine("m", 1e9, 1e12))
     two = Limits(config, torch.float32, Machine("m", 1e9, 1e12, cards=2, link=1e12))
     sums = 2 * config.num_layers + 1
-    assert math.isclose(two.decode_seconds(3, 10), one.decode_seconds(3, 10) / 2 + sums * 3 * config.hidden_size * 4 / 1e12)
+    assert math.isclose(two.decode_seconds([2, 4, 4]), one.decode_seconds([2, 4, 4]) / 2 + sums * 3 * config.hidden_size * 4 / 1e12)
     assert math.isclose(two.prefill_seconds(8), one.prefill_seconds(8) / 2 + two.sum_seconds(8))
     many = Limits(config, torch.float32, Machine("m", 1e9, 1e12, cards=4 * config.num_kv_heads, link=1e12))
-    assert many.decode_bytes(10) - many.decode_bytes(0) == 10 * one.kv_bytes / config.num_kv_heads, "a head is nowhere split"
+    assert many.cache_bytes([10]) == one.cache_bytes([10]) / config.num_kv_heads, "a head is nowhere split"
 
 
 def test_the_core_knows_the_host_times_of_each_step(tmp_path):

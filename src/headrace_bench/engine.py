@@ -24,13 +24,15 @@ from typing import TYPE_CHECKING, Any
 from headrace.cli.options import add_engine_arguments, engine_options
 from headrace.cli.parser import text
 from headrace.config import environment_of_child, python_of_child
-from headrace.errors import ParameterError
+from headrace.errors import HeadraceError, ParameterError
 from headrace.files import read_text
 from headrace.prewarm import prewarm
 from headrace_bench.serve import check_place
 
 if TYPE_CHECKING:
     from headrace_bench.roofline import Limits
+
+LONGEST = 1024  # tokens of a prompt and of an output of offline-random
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,9 +70,11 @@ def run(args: argparse.Namespace) -> int:
     from headrace_bench.roofline import Limits, dtype_of_products, held_as, measure_limits, sustained_flops
 
     options.setdefault("skip_tokenizer_init", True)
-    options.setdefault("max_model_len", max(args.prefill_len, args.input_len + args.output_len, 2048) + 256)
+    options.setdefault("max_model_len", default_length(args, options))
+    check_lengths(args, options["max_model_len"])
     with LLM(**options) as llm:
         assert llm.engine is not None
+        check_seats(args, llm.engine.config.max_num_seqs)
         on_cards = llm.engine.device.type == "cuda"  # ranks on a CPU are measured as the threads of one
         cards = llm.engine.config.tensor_parallel_size if on_cards else 1
         reading = None if on_cards else llm.engine.reading
@@ -103,8 +107,38 @@ def run(args: argparse.Namespace) -> int:
     return report(args, results, machine)
 
 
+def default_length(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Tokens of the longest request, with some room, or the model's context."""
+    from headrace.config import EngineConfig
+    from headrace.model.checkpoint import resolve_checkpoint
+    from headrace.model.families import model_config_from_hf
+
+    context = model_config_from_hf(resolve_checkpoint(EngineConfig(**options)).config).max_position
+    return min(context, max(args.prefill_len, args.input_len + args.output_len, 2 * LONGEST) + 256)
+
+
+def check_lengths(args: argparse.Namespace, longest: int) -> None:
+    """Raises ParameterError if what is measured is longer than a request may be."""
+    for what, tokens, words in (
+        ("throughput", 2 * LONGEST, f"prompts and outputs of up to {LONGEST} tokens each"),
+        ("latency", args.input_len + args.output_len, "--input-len and --output-len"),
+        ("prefill", args.prefill_len + 1, "--prefill-len and an output token"),
+        ("prompts", 129, "a prompt of 128 tokens"),
+    ):
+        if args.what in (what, "all") and tokens > longest:
+            raise ParameterError("max_model_len", longest, f"at least {tokens}: {words}")
+
+
+def check_seats(args: argparse.Namespace, seats: int | None) -> None:
+    """Raises ParameterError for batches that would run in parts."""
+    if args.what in ("latency", "all") and seats is not None and max(args.batch) > seats:
+        raise ParameterError("batch", args.batch, f"at most {seats}: so many requests run at the same time (--max-num-seqs)")
+
+
 def check(args: argparse.Namespace) -> None:
     """Raises ParameterError for numbers with which nothing can be measured."""
+    from headrace.sampling.params import SamplingParams
+
     for name, low in (
         ("batch", 1), ("input_len", 1), ("output_len", 2), ("num_prompts", 1), ("prefill_prompts", 1), ("prefill_len", 1),
         ("repeat", 1),
@@ -112,6 +146,8 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if not all(v >= low for v in (value if isinstance(value, list) else [value])):
             raise ParameterError(name, value, f"at least {low}")
+    for temperature in args.temperature:
+        SamplingParams(temperature=temperature)
     check_place("out", args.out)
 
 
@@ -123,9 +159,11 @@ class Bench:
         self._sustained = limits.sustained()
         self._random = random.Random(12345)
         # first launches, compiled kernels, also of mixed steps; then all graphs of the default kind of sampling
-        warm = [(2, 64), (2, 600)]
+        config = llm.engine.config
+        long = min(600, config.max_model_len - 8)
+        warm = [(2, min(64, long)), (2, long)]
         if llm.engine.device.type == "cuda":
-            warm.append((llm.engine.config.max_num_batched_tokens // 600 + 2, 600))
+            warm.append((config.max_num_batched_tokens // 600 + 2, long))
         for count, length in warm:
             self.timed(self.prompts_of(count, length), ([4, 8] * count)[:count], 0.6)
         while llm.engine.core.idle():
@@ -134,8 +172,8 @@ class Bench:
     def throughput(self, count: int, temperature: float, repeat: int) -> dict[str, Any]:
         """offline-random: prompts and outputs of 100-1024 tokens, all submitted at once (draws as in nano-vllm's bench)."""
         rng = random.Random(0)
-        prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(count)]
-        outputs = [rng.randint(100, 1024) for _ in range(count)]
+        prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, LONGEST))] for _ in range(count)]
+        outputs = [rng.randint(100, LONGEST) for _ in range(count)]
         vocab = self.llm.engine.model.vocab_size
         prompts = [[t % vocab for t in p] for p in prompts]
         seconds = self._median(lambda: self.timed(prompts, outputs, temperature), repeat)
@@ -155,11 +193,11 @@ class Bench:
             return (total - first) / (outputs - 1)
 
         seconds = self._median(once, repeat)
-        context = inputs + outputs // 2
-        moved = self.limits.decode_bytes(batch * context, batch)
+        contexts = [inputs + outputs // 2] * batch
+        moved = self.limits.decode_bytes(contexts)
         return self.result(
             f"batch {batch}", temperature, 1e3 * seconds, "ms",
-            lambda limits: 1e3 * limits.decode_seconds(batch, batch * context), input_len=inputs, output_len=outputs,
+            lambda limits: 1e3 * limits.decode_seconds(contexts), input_len=inputs, output_len=outputs,
             gigabytes_per_second=moved / seconds / 1e9, host_ms_per_step=self.host_milliseconds(),
         )  # fmt: skip
 
@@ -232,7 +270,7 @@ def startup(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]
         times.append(time.perf_counter() - began)
         process.wait()
         if process.returncode:
-            raise ParameterError("startup", options, f"options that run (exit code {process.returncode})")
+            raise HeadraceError(f"the process that was started ended with exit code {process.returncode}: see above")
         print("first token", line.strip(), flush=True)
     return {"workload": "startup", "value": sorted(times)[len(times) // 2], "unit": "s", "all": times}
 
@@ -243,9 +281,12 @@ def first_token(options: dict[str, Any]) -> None:
     from headrace.sampling.params import SamplingParams
 
     options.setdefault("skip_tokenizer_init", True)
-    with LLM(**options) as llm:
-        for *_, output in llm.stream([[1] * 128], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)):
-            print(output.outputs[0].token_ids, flush=True)
+    try:
+        with LLM(**options) as llm:
+            for *_, output in llm.stream([[1] * 128], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)):
+                print(output.outputs[0].token_ids, flush=True)
+    except HeadraceError as error:
+        sys.exit(f"headrace: {error}")
 
 
 def shape_directory(config: str) -> str:
@@ -276,13 +317,23 @@ def report(args: argparse.Namespace, results: list[dict[str, Any]], machine: dic
     if args.out:
         import torch
 
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
         document = {
-            "machine": machine, "torch": torch.__version__, "python": sys.version.split()[0], "commit": commit or None,
-            "model": args.config or args.model, "dtype": args.dtype, "results": results,
+            "machine": machine, "torch": torch.__version__, "python": sys.version.split()[0], "commit": commit_of_source(),
+            "model": args.config or args.model, "dtype": args.dtype, "options": engine_options(args), "results": results,
         }  # fmt: skip
         try:
             Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
         except OSError as e:
             raise ParameterError("out", args.out, f"a file that can be written ({e.strerror})") from None
     return 0
+
+
+def commit_of_source() -> str | None:
+    """Of the checkout that ran, wherever it ran; None of a package that was installed."""
+    here = Path(__file__).resolve()
+    try:
+        for command in (["ls-files", "--error-unmatch", here.name], ["rev-parse", "HEAD"]):
+            said = subprocess.run(["git", "-C", here.parent, *command], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # no git, or a repository that has other files
+        return None
+    return said.strip()

@@ -18,9 +18,9 @@ CONTEXT = 128  # of the decodes, at first
 STEPS, WARM = 24, 6
 
 
-def mixed_step_seconds(core: EngineCore, vocab_size: int, decodes: int, tokens: int) -> tuple[float, int]:
-    """The median time of a step of so many decodes and one new prompt, each such step behind another; and the tokens that the
-    decodes have before them, all together, in the middle of the steps. The core must be idle, and is so again."""
+def mixed_step_seconds(core: EngineCore, vocab_size: int, decodes: int, tokens: int) -> tuple[float, list[int]]:
+    """The median time of a step of so many decodes and one new prompt, each such step behind another; and the tokens that each
+    decode has before it in the middle of the steps. The core must be idle, and is so again."""
     rng = random.Random(7)
 
     def add(name: str, length: int, outputs: int) -> None:
@@ -37,12 +37,12 @@ def mixed_step_seconds(core: EngineCore, vocab_size: int, decodes: int, tokens: 
         began = time.perf_counter()
         core.step()
         seconds.append(time.perf_counter() - began)
-    context = sum(request.num_tokens for request in core.scheduler.decoding[:decodes]) - decodes * STEPS // 2
+    contexts = [request.num_tokens - STEPS // 2 for request in core.scheduler.decoding[:decodes]]
     for i in range(decodes):
         core.abort(f"decode {i}")
     while core.has_work:
         core.step()
-    return statistics.median(seconds[WARM:]), context
+    return statistics.median(seconds[WARM:]), contexts
 
 
 class PromptBench:
@@ -66,7 +66,7 @@ class PromptBench:
             self._bench.timed(self._bench.prompts_of(1, tokens), [1], 0.0) for _ in range(max(repeat, 3) + 2)
         )
         return self._bench.result(
-            f"first token of {tokens}", 0.0, 1e3 * seconds, "ms", lambda limits: 1e3 * limits.mixed_seconds(0, 0, tokens),
+            f"first token of {tokens}", 0.0, 1e3 * seconds, "ms", lambda limits: 1e3 * limits.mixed_seconds([], tokens),
             input_len=tokens, host_ms_per_step=self._bench.host_milliseconds(),
         )  # fmt: skip
 
@@ -75,9 +75,9 @@ class PromptBench:
         self._llm.reset_prefix_cache()
         core = self._llm.engine.core
         core.times.recent_host.clear()
-        seconds, context = mixed_step_seconds(core, self._llm.engine.model.vocab_size, decodes, tokens)
+        seconds, contexts = mixed_step_seconds(core, self._llm.engine.model.vocab_size, decodes, tokens)
         return self._bench.result(
             f"mixed {decodes} + {tokens}", 0.0, 1e3 * seconds, "ms",
-            lambda limits: 1e3 * limits.mixed_seconds(decodes, context, tokens), decodes=decodes, input_len=tokens,
+            lambda limits: 1e3 * limits.mixed_seconds(contexts, tokens), decodes=decodes, input_len=tokens,
             host_ms_per_step=self._bench.host_milliseconds(),
         )  # fmt: skip

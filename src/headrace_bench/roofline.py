@@ -1,8 +1,9 @@
 """The limit of a workload on a machine: bytes over the measured copy bandwidth, operations over the measured matmul rate.
 
 A decode step reads the weights once and the keys and values of all contexts; prefill computes every matrix product and the
-lower triangle of attention, and reads the weights once for all prompts together. Embedding rows, norms and logits of
-single rows are left out: the limit is a little too good.
+lower triangle of attention, and reads the weights once for all prompts together. A layer with a window sees no more than that,
+a delta net neither keys nor values. Embedding rows, norms, states of delta nets and logits of single rows are left out: the
+limit is a little too good.
 Of experts those are read that some row chose: with k of E for each of n rows a share of 1 - (1 - k / E)^n is expected, if every
 expert is as likely as any other. A row is multiplied by its own k.
 With `--quantization`, or from a quantized file whose matrices are all of one kind, the layers' matrices are read in that many
@@ -27,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from headrace.cache.kv_cache import KVCache
+from headrace.cache.layer_shape import LayerShape
 from headrace.model.checkpoint import MADE
 from headrace.model.config import ModelConfig
 from headrace.model.families import weight_plan
@@ -123,7 +125,7 @@ def _seconds(f: Callable[[], object], device: torch.device) -> float:
 
 # Of a weight, with its part of its group's scale and of int4 zero point. mxfp4 is of experts alone.
 NARROW_BYTES = {
-    "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128, "mxfp4": 0.5 + 2 / 32, "fp4": 0.5 + 2 / 32, "nvfp4": 0.5 + 4 / 16,
+    "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 3 / 128, "mxfp4": 0.5 + 2 / 32, "fp4": 0.5 + 2 / 32, "nvfp4": 0.5 + 4 / 16,
 }  # fmt: skip
 _HELD_AS = {"fp8": "fp8", "int8": "int8", "mxfp4": "fp4", "nvfp4": "nvfp4"}  # of a scheme's format; the others are integers
 
@@ -187,11 +189,43 @@ def dtype_of_products(model: ModelConfig, dtype: torch.dtype, reading: Reading |
     return torch.int8 if width < 1.9 else torch.bfloat16 if width < 3.8 else torch.float32
 
 
-def score_columns(model: ModelConfig) -> int:
-    """Columns of all heads that a query meets in a key, and in its value, on average: of latent attention those of heads, which
-    need not be made, but are fewer than a latent's."""
-    latent = model.latent
-    return model.q_size if latent is None else model.num_heads * (latent.query + latent.value) // 2
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Some of a model's, as the cache is told of them."""
+
+    kv_shapes: tuple[LayerShape, ...]
+
+
+def token_bytes(model: ModelConfig, dtype: torch.dtype) -> dict[int, int]:
+    """Of the keys and values that are read of a token, by the window (0: none) of the layers that read them."""
+    found: dict[int, list[LayerShape]] = {}
+    for layer in range(model.num_layers):
+        source = layer if model.per_layer is None else model.per_layer.sizes[layer].source
+        found.setdefault(model.window(layer), []).append(model.kv_shapes[source])
+    return {window: KVCache.bytes_per_block(Layers(tuple(shapes)), 1, dtype) for window, shapes in found.items()}
+
+
+def score_columns(model: ModelConfig) -> dict[int, int]:
+    """Columns of all heads that a query meets in a key, and in its value, on average, of all layers with attention by their
+    window: of latent attention those of heads, which need not be made, but are fewer than a latent's."""
+    found: dict[int, int] = {}
+    for layer in range(model.num_layers):
+        if model.delta is None or not model.delta.layers[layer]:
+            of, latent = model.at(layer), model.latent
+            columns = of.q_size if latent is None else of.num_heads * (latent.query + latent.value) // 2
+            found[model.window(layer)] = found.get(model.window(layer), 0) + columns
+    return found
+
+
+def seen(length: int, window: int) -> int:
+    """Tokens back to the beginning or as far as a window goes."""
+    return min(length, window) if window else length
+
+
+def pairs(length: int, window: int) -> float:
+    """Of queries and keys in a prompt's attention, without the diagonal's other half."""
+    reach = seen(length, window)
+    return reach * length - reach**2 / 2
 
 
 class Limits:
@@ -209,10 +243,11 @@ class Limits:
         self.expert_item = NARROW_BYTES.get(quantization or "", self.item)  # bytes of a parameter of experts
         self.layer_item = self.item if quantization == "mxfp4" else self.expert_item  # and of the layers' other matrices
         self.head_item = 1.0 if own_head and quantization in MADE else self.item
-        self.kv_bytes = KVCache.bytes_per_block(model, 1, torch.float8_e4m3fn if fp8_cache else dtype)  # of one token
+        self.token_bytes = token_bytes(model, torch.float8_e4m3fn if fp8_cache else dtype)
+        self.score_columns = score_columns(model)
         if reading is not None:
             self.item = self.expert_item = self.layer_item = self.head_item = reading.weights / numbers_of(model)
-            self.kv_bytes = reading.token
+            self.token_bytes = {0: reading.token}
         self.cards = machine.cards
         self.kv_part = 1 / min(self.cards, model.num_kv_heads)  # of it that a card has
 
@@ -228,16 +263,20 @@ class Limits:
         """That a step of so many rows reads, of all cards."""
         return self.head_item * self.head + self.parameters.layer_bytes(rows, self.layer_item, self.expert_item)
 
-    def decode_bytes(self, context_tokens: int, batch: int = 1) -> float:
-        """Of one card."""
-        return self.weight_bytes(batch) / self.cards + context_tokens * self.kv_bytes * self.kv_part
+    def cache_bytes(self, contexts: Sequence[int]) -> float:
+        """That one card reads for sequences of so many tokens each."""
+        tokens = sum(n * sum(seen(context, window) for context in contexts) for window, n in self.token_bytes.items())
+        return self.kv_part * tokens
 
-    def decode_seconds(self, batch: int, context_tokens: int) -> float:
-        """One step of `batch` sequences with `context_tokens` tokens in all."""
-        part = (self.parameters.of_row + self.head) / self.cards
-        weights = max(self.weight_bytes(batch) / self.cards / self.machine.bandwidth, 2 * part * batch / self.machine.flops)
-        cache = context_tokens * self.kv_bytes * self.kv_part / self.machine.bandwidth
-        return weights + cache + self.sum_seconds(batch)
+    def decode_bytes(self, contexts: Sequence[int]) -> float:
+        """Of one card."""
+        return self.weight_bytes(len(contexts)) / self.cards + self.cache_bytes(contexts)
+
+    def decode_seconds(self, contexts: Sequence[int]) -> float:
+        """One step of sequences of so many tokens each."""
+        rows, part = len(contexts), (self.parameters.of_row + self.head) / self.cards
+        weights = max(self.weight_bytes(rows) / self.cards / self.machine.bandwidth, 2 * part * rows / self.machine.flops)
+        return weights + self.cache_bytes(contexts) / self.machine.bandwidth + self.sum_seconds(rows)
 
     def sum_seconds(self, rows: int) -> float:
         """What the cards add up in one pass over so many rows."""
@@ -248,7 +287,8 @@ class Limits:
         return sums * moved / self.machine.link
 
     def prefill_flops(self, length: int) -> float:
-        return 2 * self.parameters.of_row * length + 2 * length**2 * score_columns(self.model) * self.model.num_layers
+        scores = sum(4 * columns * pairs(length, window) for window, columns in self.score_columns.items())
+        return 2 * self.parameters.of_row * length + scores
 
     def prefill_seconds(self, length: int) -> float:
         return self.prompts_seconds([length])
@@ -259,19 +299,17 @@ class Limits:
         read = self.parameters.layer_bytes(rows, self.layer_item, self.expert_item) / self.machine.bandwidth
         return max(flops / self.machine.flops, read) / self.cards + self.sum_seconds(rows)
 
-    def mixed_seconds(self, decodes: int, context_tokens: int, length: int) -> float:
-        """One step of `decodes` sequences with `context_tokens` tokens in all and of a new prompt: what it reads or what it
-        computes, whichever takes longer. All rows share what is read of the weights; the head computes those that sample."""
-        rows, machine = decodes + length, self.machine
-        operations = 2 * self.parameters.of_row * rows + 2 * self.head * (decodes + 1)
-        operations += 2 * length**2 * self.model.q_size * self.model.num_layers
-        read = self.weight_bytes(rows) / self.cards + context_tokens * self.kv_bytes * self.kv_part
-        return max(read / machine.bandwidth, operations / self.cards / machine.flops) + self.sum_seconds(rows)
+    def mixed_seconds(self, contexts: Sequence[int], length: int) -> float:
+        """One step of sequences of so many tokens each and of a new prompt: what it reads or what it computes, whichever takes
+        longer. All rows share what is read of the weights; the head computes those that sample."""
+        decodes, machine = len(contexts), self.machine
+        operations = self.prefill_flops(length) + 2 * self.parameters.of_row * decodes + 2 * self.head * (decodes + 1)
+        read = self.weight_bytes(decodes + length) / self.cards + self.cache_bytes(contexts)
+        return max(read / machine.bandwidth, operations / self.cards / machine.flops) + self.sum_seconds(decodes + length)
 
     def offline(self, inputs: list[int], outputs: list[int]) -> float:
         """All prompts at once, every step with all that still run."""
         total = self.prompts_seconds(inputs)
         for step in range(1, max(outputs)):
-            running = [n + step for n, out in zip(inputs, outputs, strict=True) if out > step]
-            total += self.decode_seconds(len(running), sum(running))
+            total += self.decode_seconds([n + step for n, out in zip(inputs, outputs, strict=True) if out > step])
         return total
