@@ -204,6 +204,15 @@ def quark(weight: dict[str, Any] | list[dict[str, Any]], **layers: Any) -> dict[
     }  # fmt: skip
 
 
+def torchao(kind: str, **data: Any) -> dict[str, Any]:
+    """A quantization_config of TorchAO."""
+    return {"quant_method": "torchao", "modules_to_not_convert": None, "quant_type": {"default": of_torchao(kind, **data)}}
+
+
+def of_torchao(kind: str, **data: Any) -> dict[str, Any]:
+    return {"_type": kind, "_version": 2, "_data": data}
+
+
 @dataclass(frozen=True)
 class Format:
     config: dict[str, Any]  # quantization_config
@@ -222,6 +231,9 @@ _ROUND_FP = {"quant_method": "auto-round", "group_size": 32, "sym": True, "packi
 _QUARK_MXFP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0", "symmetric": None}
 _QUARK_INT4 = {"qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": None}
 _QUARK_NAMES = {"qweight": "weight", "qzeros": "weight_zero_point", "scales": "weight_scale"}
+PER_ROW, PER_TENSOR = of_torchao("PerRow", dim=-1), of_torchao("PerTensor")
+_TORCHAO_NAMES = {"weight": "_weight_qdata", "weight_scale": "_weight_scale", "weight_zero_point": "_weight_zero_point"}
+_INTX = {"intx_packing_format": {"_type": "IntxPackingFormat", "_data": "UNPACKED_TO_INT8"}, "weight_dtype": {"_data": "int4", "_type": "torch.dtype"}}
 FORMATS: dict[str, Format] = {
     "fp8-block": Format(
         {**_FP8, "fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]},
@@ -299,6 +311,19 @@ FORMATS: dict[str, Format] = {
     "quark-int4": Format(quark({**_QUARK_INT4, "dtype": "int4", "symmetric": True}), renamed(awq(signed=True), **_QUARK_NAMES), ("int4", "int8")),
     "quark-uint4": Format(quark({**_QUARK_INT4, "dtype": "uint4", "symmetric": False}), renamed(awq(), **_QUARK_NAMES), ("int4", "int8")),
     "quark-awq": Format({**_AWQ, "zero_point": False, "pack_method": "reorder"}, awq(signed=True), ("int4", "int8")),
+    "torchao-fp8": Format(
+        torchao("Float8DynamicActivationFloat8WeightConfig", granularity=[PER_TENSOR, PER_ROW]), renamed(fp8((1, 0)), **_TORCHAO_NAMES), ("fp8", "fp8")
+    ),
+    "torchao-fp8-tensor": Format(torchao("Float8WeightOnlyConfig", granularity=PER_TENSOR), renamed(fp8((0, 0)), **_TORCHAO_NAMES), ("fp8", "fp8")),
+    "torchao-int8": Format(torchao("Int8WeightOnlyConfig", group_size=None), renamed(int8(nothing=True), **_TORCHAO_NAMES), ("int8", "int8")),
+    "torchao-int8-group": Format(
+        torchao("Int8DynamicActivationInt8WeightConfig", granularity=of_torchao("PerGroup", group_size=32)),
+        renamed(int8(32, nothing=True), **_TORCHAO_NAMES), ("int8", "int8"),
+    ),
+    "torchao-intx": Format(
+        torchao("Int8DynamicActivationIntxWeightConfig", **_INTX, weight_granularity=of_torchao("PerGroup", group_size=32), weight_mapping_type={"_data": "ASYMMETRIC"}),
+        renamed(int8(32, zeros=True), **_TORCHAO_NAMES), ("int8", "int8"),
+    ),
     "auto-round-awq": Format({**_AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, awq(), ("int4", "int8")),
 }  # fmt: skip
 

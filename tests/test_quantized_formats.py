@@ -30,7 +30,23 @@ from headrace.model.parts import parts_of, taken
 from headrace.model.shard import WHOLE, Shard
 from headrace.model.weight import Weight, dequantized
 from model_harness import Sequences, in_usual_order
-from quantized_checkpoints import FORMATS, Tiny, compressed, fp8, gptq, int8, mxfp8, nvfp4, packed, quark, write_quantized
+from quantized_checkpoints import (
+    FORMATS,
+    PER_ROW,
+    Tiny,
+    compressed,
+    fp8,
+    gptq,
+    int8,
+    mxfp8,
+    nvfp4,
+    of_torchao,
+    packed,
+    quark,
+    renamed,
+    torchao,
+    write_quantized,
+)
 from test_model_config import NASTY
 from test_model_families import assert_close, reference, tokens
 
@@ -322,8 +338,17 @@ def test_old_gptq_files_have_biases_of_nothing(tmp_path: Path):
         {**FORMATS["auto-round-mxfp4"].config, "extra_config": {"model.layers.0.mlp.down_proj": {"bits": 8, "act_bits": 8}, "model.layers.0.self_attn.o_proj": {"bits": 16, "data_type": "fp"}}},
         {"down_proj": mxfp8, "o_proj": None}, {"qkv": "fp4", "o": "float", "gate_up": "fp4", "down": "fp8"},
     ),
+    (  # of TorchAO names come before patterns, wherever they stand
+        "torchao-int8",
+        torchao("FqnToConfig", fqn_to_config={
+            "_default": of_torchao("Int8WeightOnlyConfig"), "re:.*self_attn.*": of_torchao("Float8WeightOnlyConfig", granularity=PER_ROW),
+            "model.layers.0.self_attn.v_proj": of_torchao("Int8WeightOnlyConfig"), "model.layers.0.mlp.down_proj": None, "lm_head": None,
+        }),
+        {name: renamed(fp8((1, 0)), weight="_weight_qdata", weight_scale="_weight_scale") for name in ("q_proj", "k_proj", "o_proj")} | {"down_proj": None},
+        {"qkv": "float", "o": "fp8", "gate_up": "int8", "down": "float"},
+    ),
 ])  # fmt: skip
-def test_layers_of_their_own_are_named_by_quark_and_auto_round(name: str, config, packers, kinds, tmp_path: Path):
+def test_layers_of_their_own_are_named_by_quark_auto_round_and_torchao(name: str, config, packers, kinds, tmp_path: Path):
     tiny = write_quantized(tmp_path / "model", FORMATS[name], packer_of=lambda module: packers.get(module.rpartition(".")[2], FORMATS[name].pack), **EVEN)
     tiny.configure(config)
     narrow = load(tiny.path, narrow=True)
@@ -378,6 +403,13 @@ GPTQ, AWQ, ROUND, ROUND_FP4, QUARK_INT4 = (FORMATS[name].config for name in ("gp
     ({**QUARK_INT4, "export": {"weight_format": "fake_quantized"}}, "weight_format is 'fake_quantized'"),
     ({**QUARK_INT4, "layer_type_quant_config": {"Linear": {}}}, "layer_type_quant_config"), ({**AWQ, "pack_method": "order"}, "pack_method is 'order'"),
     ({**ROUND, "backend": "auto_round:gptq:exllamav2"}, "backend is"), ({**ROUND, "bits": 2}, "bits is 2, wanted 4 or 8"),
+    (torchao("Int4WeightOnlyConfig", group_size=128), "torchao quant_type default quantization: _type is 'Int4WeightOnlyConfig', wanted Float8WeightOnlyConfig or .*: use the unquantized"),
+    (torchao("Int8WeightOnlyConfig", granularity=of_torchao("PerBlock", block_size=[1, 128])), "granularity quantization: _type is 'PerBlock', wanted pertensor or perrow"),
+    (torchao("Int8WeightOnlyConfig", granularity=of_torchao("PerGroup", group_size=0)), "group_size is 0"), (torchao("Int8WeightOnlyConfig", granularity="row"), "granularity is 'row'"),
+    (torchao("IntxWeightOnlyConfig", intx_packing_format={"_data": "OPAQUE_TORCHAO_AUTO"}), "_data is 'OPAQUE_TORCHAO_AUTO', wanted unpacked_to_int8"),
+    (torchao("IntxWeightOnlyConfig", intx_packing_format={"_data": "unpacked_to_int8"}, mapping_type={"_data": "SYMMETRIC_NO_CLIPPING_ERR"}), "mapping_type quantization: _data is"),
+    ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "quant_type is 'int8_weight_only', wanted an object"),
+    (torchao("FqnToConfig", fqn_to_config=[]), "fqn_to_config is"), (torchao("FqnToConfig", fqn_to_config={"a": "fp8"}), "fqn_to_config quantization: a is 'fp8'"),
     (compressed("pack-quantized", 4, strategy="group", group_size=128, actorder="group"), "actorder is 'group'"),
     (compressed("pack-quantized", 3, strategy="channel"), "num_bits is 3"), (compressed("marlin-24", 4), "format is 'marlin-24'"),
     (compressed("pack-quantized", 4, "float"), "type is 'float', wanted int"), (compressed("dense", 8), "format is 'dense'"),

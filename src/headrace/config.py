@@ -49,7 +49,7 @@ class EngineConfig:
     quantization: Literal[
         "none", "fp8", "int8", "int4", "bf16", "awq", "awq_marlin", "gptq", "gptq_marlin", "moe_wna16", "auto-round", "inc",
         "compressed-tensors", "modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "fbgemm_fp8",
-        "mxfp4", "quark", "gguf",
+        "mxfp4", "quark", "torchao", "gguf",
     ] | None = _engine(
         None,
         "what weights of floats become: fp8, int8 or int4 on a GPU, int8, int4 or bf16 on a CPU; none: decode a quantized file"

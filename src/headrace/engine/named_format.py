@@ -16,7 +16,8 @@ FORMATS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     **dict.fromkeys(("awq", "awq_marlin"), ("awq",)), **dict.fromkeys(("gptq", "gptq_marlin"), ("gptq",)),
     "moe_wna16": ("awq", "gptq"), **dict.fromkeys(("auto-round", "inc"), ("auto-round",)),
     **{name: (name,) for name in ("compressed-tensors", "modelopt", "modelopt_fp8", "modelopt_mxfp8", "fbgemm_fp8", "mxfp4")},
-    **{name: (name,) for name in ("quark", "gguf")}, "modelopt_fp4": ("modelopt_nvfp4",), "modelopt_mixed": ("modelopt",),
+    **{name: (name,) for name in ("quark", "torchao", "gguf")},
+    "modelopt_fp4": ("modelopt_nvfp4",), "modelopt_mixed": ("modelopt",),
 })  # fmt: skip
 
 

@@ -257,6 +257,47 @@ def _quark_scheme(fields: Fields, layer: Fields) -> Scheme | None:
     return Scheme("int8" if kind == "int8" else "fp8", tile=tile, zeros=zeros and kind == "int8")
 
 
+def _torchao(fields: Fields) -> Quantization:
+    """TorchAO's safetensors, of what is a byte for each number. Of layers of their own names come before patterns."""
+    default, ignored = fields.inside("quant_type").inside("default"), Modules(fields.names("modules_to_not_convert"))
+    if default.given.get("_type") not in ("FqnToConfig", "ModuleFqnToConfig"):
+        return Quantization(fields.where, (), _torchao_scheme(default), ignored)
+    data = default.inside("_data")
+    table = next((name for name in ("fqn_to_config", "module_fqn_to_config") if data.given.get(name)), "fqn_to_config")
+    each = data.inside(table)
+    schemes = {name: _torchao_scheme(each.inside(name)) for name in data.keys(table) if each.given[name] is not None}
+    rest = schemes.pop("_default", None)
+    groups = tuple((Modules([name]), schemes[name]) for name in sorted(schemes, key=lambda name: name.startswith("re:")))
+    return Quantization(fields.where, groups, rest, ignored)
+
+
+def _torchao_scheme(config: Fields) -> Scheme:
+    kind = config.given.get("_type")
+    if not isinstance(kind, str) or kind not in _TORCHAO:
+        config.refuse("_type", " or ".join(_TORCHAO))
+    data, (layout, granularity, mapping) = config.inside("_data"), _TORCHAO[kind]
+    of = data.given.get(granularity)  # of activations and of weights, or one of both
+    tiles = Fields({granularity: of[-1] if isinstance(of, list) and of else of}, data.where)
+    group = None
+    if of is not None and (inside := tiles.inside(granularity)).one_of("_type", None, *_TORCHAO_TILES) == "pergroup":
+        group = inside.inside("_data").count("group_size")
+    if mapping:
+        data.inside("intx_packing_format").one_of("_data", None, "unpacked_to_int8")
+    zeros = bool(mapping) and data.inside(mapping).one_of("_data", None, "symmetric", "asymmetric") != "symmetric"
+    return Scheme(layout, tile=None if group is None else (1, group), zeros=zeros)
+
+
+_TORCHAO_TILES = ("pertensor", "perrow", "peraxis", "pergroup")
+# What it is to us, and what are called how many share a scale and whether there are zero points
+_TORCHAO: Mapping[str, tuple[str, str, str]] = MappingProxyType({
+    "Float8WeightOnlyConfig": ("fp8", "granularity", ""),
+    "Float8DynamicActivationFloat8WeightConfig": ("fp8", "granularity", ""),
+    "Int8WeightOnlyConfig": ("int8", "granularity", ""), "Int8DynamicActivationInt8WeightConfig": ("int8", "granularity", ""),
+    "IntxWeightOnlyConfig": ("int8", "granularity", "mapping_type"),
+    "Int8DynamicActivationIntxWeightConfig": ("int8", "weight_granularity", "weight_mapping_type"),
+})  # fmt: skip
+
+
 def _mxfp4(fields: Fields) -> Quantization:
     """Of gpt-oss, whose experts' names tell them (see gpt_oss_experts.py)."""
     return _everywhere(fields, Scheme("mxfp4", 4, (1, 32)), "modules_to_not_convert")
@@ -343,5 +384,5 @@ def _tile(weights: Fields, name: str) -> tuple[int, int]:
 _METHODS: Mapping[str, Callable[[Fields], Quantization]] = MappingProxyType({
     "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq,
     "auto-round": _auto_round, "modelopt": _modelopt, "modelopt_fp4": _modelopt, "mxfp4": _mxfp4,
-    "quark": _quark,
+    "quark": _quark, "torchao": _torchao,
 })  # fmt: skip

@@ -16,10 +16,11 @@ _DATA = {"fp8": "F8_E4M3", "int8": "I8"}
 
 
 def roles(scheme: Scheme, shape: tuple[int, int]) -> dict[str, Role]:
-    scales = scale_role(scheme.tile, shape, "weight_scale", "weight_scale_inv", encodings=(*FLOATS, "F8_E8M0", "U8"))
-    found = {"data": Role(("weight",), (Allowed((_DATA[scheme.format],), shape),)), "scale": scales}
+    names = ("weight_scale", "weight_scale_inv", "_weight_scale")
+    scales = scale_role(scheme.tile, shape, *names, encodings=(*FLOATS, "F8_E8M0", "U8"))
+    found = {"data": Role(("weight", "_weight_qdata"), (Allowed((_DATA[scheme.format],), shape),)), "scale": scales}
     if scheme.format == "int8":
-        zeros = scale_role(scheme.tile, shape, "weight_zero_point", encodings=("I8", "I32", *FLOATS))
+        zeros = scale_role(scheme.tile, shape, "weight_zero_point", "_weight_zero_point", encodings=("I8", "I32", *FLOATS))
         found["zero"] = zeros._replace(optional=not scheme.zeros)
     return found
 

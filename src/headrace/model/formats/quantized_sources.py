@@ -44,6 +44,7 @@ _FORMATS: Mapping[str, _Format] = MappingProxyType({
 # A module that has one of these is quantized, whatever the lists say.
 _MARKS = (
     "weight_scale", "weight_scale_inv", "weight_packed", "weight_global_scale", "weight_scale_2", "qweight", "qzeros", "scales",
+    "_weight_qdata", "_weight_scale",
 )  # fmt: skip
 
 
