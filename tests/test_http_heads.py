@@ -183,6 +183,30 @@ async def test_connections_beyond_the_most_are_told_so_and_there_is_room_when_on
             await asyncio.sleep(0.01)
 
 
+async def test_a_connection_that_is_kept_for_nothing_makes_room(monkeypatch):
+    """The one that has been so for longest; none that has a request under way, or has sent a part of one."""
+    engine = FakeEngine(script=lambda ids, params: "lorem ipsum " * 400, delay=0.01)
+    async with listening(monkeypatch, engine, room_for_connections=lambda: 4) as port:
+        busy, begun, idle, idler = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        for reader, writer in (idler, idle, begun):
+            writer.write(WHOLE)
+            assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+        begun[1].write(PART)
+        body = b'{"prompt": "hi", "max_tokens": 2000}'
+        busy[1].write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await soon(lambda: len(engine.active) == 1)
+        come = []
+        for gone in (idler, idle):
+            come.append(await asyncio.open_connection("127.0.0.1", port))
+            come[-1][1].write(b"GET /ready HTTP/1.1\r\nHost: x\r\n" + b"x-a: b\r\n")  # and is not idle itself
+            assert await asyncio.wait_for(gone[0].read(), 20) == b""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(WHOLE)
+        assert (await asyncio.wait_for(answer(reader), 20)).startswith(b"HTTP/1.1 503")
+        begun[1].write(b"b\r\n\r\n")
+        assert (await answer(begun[0])).startswith(b"HTTP/1.1") and len(engine.active) == 1
+
+
 async def test_who_asks_whether_the_server_lives_is_answered_however_many_there_are(monkeypatch):
     """Also behind those beyond the most that say nothing: the oldest of them goes for each that comes."""
     async with listening(monkeypatch, FakeEngine(), room_for_connections=lambda: 1, BEYOND=2) as port:
@@ -210,3 +234,18 @@ def test_connections_leave_files_for_a_core_that_comes_again(monkeypatch, soft, 
     monkeypatch.setattr(module.resource, "getrlimit", lambda what: (soft, hard))
     monkeypatch.setattr(module.resource, "setrlimit", lambda what, limits: asked.append(limits))
     assert module.room_for_connections() == room and asked == ([] if raised is None else [(raised, hard)])
+
+
+@pytest.mark.parametrize("files", [64, 100, 127, 128, 1024])
+async def test_too_few_files_are_told_at_the_start(monkeypatch, caplog, files):
+    """And connections leave the server its own, whatever comes."""
+    monkeypatch.setattr(module.resource, "getrlimit", lambda what: (files, files))
+    async with listening(monkeypatch, FakeEngine()) as port:
+        told = [record.getMessage() for record in caplog.records if "ulimit -n" in record.getMessage()]
+        if files >= 128:
+            assert not told
+            return
+        assert told == [f"only {files} files may be open (ulimit -n), and so {files // 2} connections: at least 512 are wanted"]
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(files)]
+        closed = [asyncio.create_task(reader.read()) for reader, _ in silent]
+        await soon(lambda: sum(task.done() for task in closed) >= files - files // 2 - files // 8)

@@ -32,6 +32,7 @@ HEADS_BYTES = 64 << 20  # of all those together; beyond it a head may have
 SMALL_HEAD = 64 << 10  # so many
 FILES = 65_536  # that may be open at least, where the system lets a process have so many
 BEYOND = 32  # connections beyond those that may be open: whether the server lives is answered there, and nothing else
+FEW_FILES = 128  # with fewer than these the server says so
 OTHER_FILES = 256  # that connections leave to the rest: a core that is to be started again, its sockets, what is read
 QUIET_SECONDS = 10.0  # between lines of the log about connections that are refused
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -44,7 +45,7 @@ def http_server(app: Starlette, log_level: str, tls: ssl.SSLContext | None) -> u
     )
     options.load()
     most = room_for_connections()
-    bounds = {"most": most, "beyond": {}}
+    bounds = {"most": most, "spare": max(2, min(BEYOND, most // 4)), "beyond": {}, "idle": {}}
     protocol: Any = options.http_protocol_class
     forms = (PlainForms,) if hasattr(protocol, "on_headers_complete") else ()  # httptools'
     kind: Any = type("HttpProtocol", (BoundedHeads, *forms, protocol), bounds)
@@ -70,7 +71,11 @@ def room_for_connections() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
             soft = files
     files = FILES if soft == resource.RLIM_INFINITY else soft
-    return max(files - OTHER_FILES, files // 2)
+    most = max(files - OTHER_FILES, files // 2)
+    if files < FEW_FILES:
+        told = "only %d files may be open (ulimit -n), and so %d connections: at least %d are wanted"
+        logger.warning(told, files, most, 2 * OTHER_FILES)
+    return most
 
 
 def too_many_connections(most: int) -> ApiError:
@@ -116,23 +121,39 @@ class BoundedHeads(asyncio.Protocol):
     transport: asyncio.Transport
     connections: set[Any]
     most: int  # connections
+    spare: int  # connections beyond those
     beyond: dict[BoundedHeads, None]  # of the server: connections beyond those without a request yet, the oldest first
+    idle: dict[BoundedHeads, None]  # of the server: connections that are kept between requests, the longest so first
     quiet_until = 0.0  # of the server
     heads = 0  # of the server: bytes of heads that are not whole yet
     cycle: Any
+    timeout_keep_alive_task: asyncio.TimerHandle | None  # while it is kept
     _late: asyncio.TimerHandle | None = None  # while there is no request, or one has come in part
     _bytes = 0  # of that part
     _running: Any = None  # the request that is being answered; `cycle` may be one behind it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self.most:
+        if len(self.connections) > self.most and not self._finds_room():
             self.app = Beyond(self.app, self.most)
             self.beyond[self] = None
             self._tell_of_many()
-            if len(self.beyond) > BEYOND:
+            if len(self.beyond) > self.spare:
                 next(iter(self.beyond))._refuse()
         self._late = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def _finds_room(self) -> bool:
+        """Whether another connection could go, which was kept for nothing."""
+        other = next((other for other in self.idle if not other.transport.get_write_buffer_size()), None)
+        if other is not None:
+            del self.idle[other]
+            other.transport.abort()  # under TLS the other side might say for long that it is not done
+        return other is not None
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # type: ignore[misc]
+        if self.timeout_keep_alive_task is not None:
+            self.idle[self] = None
 
     def _refuse(self) -> None:
         self._rest()
@@ -146,6 +167,7 @@ class BoundedHeads(asyncio.Protocol):
             logger.warning("%d connections are open, and others are refused: ulimit -n bounds them", self.most)
 
     def data_received(self, data: bytes) -> None:
+        self.idle.pop(self, None)
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._rest()
@@ -171,6 +193,7 @@ class BoundedHeads(asyncio.Protocol):
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
+        self.idle.pop(self, None)
         self._rest()
 
     def _rest(self) -> None:
