@@ -298,6 +298,28 @@ def test_limits_by_what_a_card_keeps_up_differ_where_it_computes(tmp_path):
     assert kept.offline([5], [3]) == slow.offline([5], [3])
 
 
+def test_products_with_weights_in_fp8_count_at_the_rate_of_fp8(tmp_path):
+    """They counted at bfloat16's, and prompts came at 153 % of the limit."""
+    config, _ = load_tiny(write_tiny("llama", tmp_path))
+    machine = Machine("m", 1e15, 1e6, sustained_flops=5e5, fp8_flops=4e6)
+    floats, fp8 = (Limits(config, torch.bfloat16, machine, how) for how in (None, "fp8"))
+    layers, scores = 2 * floats.parameters.of_row, floats.score_flops(8)
+    assert math.isclose(fp8.prefill_seconds(8), 8 * layers / 4e6 + scores / 1e6)
+    assert math.isclose(floats.prefill_seconds(8), (8 * layers + scores) / 1e6)
+    assert math.isclose(fp8.decode_seconds([0] * 3), 3 * layers / 4e6 + 3 * 2 * fp8.head / 1e6), "the head is no FP8"
+    assert math.isclose(fp8.mixed_seconds([0] * 3, 8), 11 * layers / 4e6 + (4 * 2 * fp8.head + scores) / 1e6)
+    assert floats.sustained() is not None and fp8.sustained() is None, "of the one alone a share would mean nothing"
+    kept = Limits(config, torch.bfloat16, replace(machine, sustained_fp8_flops=2e6), "fp8").sustained()
+    assert kept is not None and math.isclose(kept.prefill_seconds(8), 8 * layers / 2e6 + scores / 5e5)
+    older = Limits(config, torch.bfloat16, replace(machine, fp8_flops=0.0), "fp8")  # a card without
+    assert older.prefill_seconds(8) == floats.prefill_seconds(8)
+
+
+def test_the_rate_of_fp8_is_measured_where_it_is_asked_for(quick):
+    found = [measure_limits(torch.device("cpu"), torch.float32, fp8=fp8) for fp8 in (False, True)]
+    assert found[0].fp8_flops == 0.0 < found[1].fp8_flops and found[1].flops > 0
+
+
 def test_limits_of_experts_count_those_that_are_touched(tmp_path):
     """And the router's float32."""
     config, weights = load_tiny(write_tiny("qwen3_moe", tmp_path))

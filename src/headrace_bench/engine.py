@@ -63,11 +63,13 @@ def run(args: argparse.Namespace) -> int:
         options |= {"model": shape_directory(args.config), "load_format": "dummy"}
     if args.what == "startup":
         return report(args, [shown(startup(args, options))], {})
+    import torch
+
     from headrace import LLM
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.formats.quantized import quantization_of
     from headrace_bench.prompts import PromptBench
-    from headrace_bench.roofline import Limits, dtype_of_products, held_as, measure_limits, sustained_flops
+    from headrace_bench.roofline import FP8, Limits, dtype_of_products, held_as, measure_limits, sustained_flops
 
     options.setdefault("skip_tokenizer_init", True)
     options.setdefault("max_model_len", default_length(args, options))
@@ -78,15 +80,17 @@ def run(args: argparse.Namespace) -> int:
         on_cards = llm.engine.device.type == "cuda"  # ranks on a CPU are measured as the threads of one
         cards = llm.engine.config.tensor_parallel_size if on_cards else 1
         reading = None if on_cards else llm.engine.reading
-        products = dtype_of_products(llm.engine.model, llm.engine.dtype, reading)
-        measured = measure_limits(llm.engine.device, products, cards)
-        if on_cards:  # now, as the card has time to cool down until the first workload
-            measured = replace(measured, sustained_flops=sustained_flops(llm.engine.device, products))
-        for doubt in measured.warnings():
-            print(f"headrace: warning: {doubt}", file=sys.stderr)
         config = llm.engine.config
         source = resolve_checkpoint(config)
         quantization = config.quantization or held_as(quantization_of(source.config), source.format == "dummy")
+        device, products = llm.engine.device, dtype_of_products(llm.engine.model, llm.engine.dtype, reading)
+        fp8 = on_cards and quantization == "fp8" and torch.cuda.get_device_capability(device) >= (8, 9)
+        measured = measure_limits(device, products, cards, fp8)
+        if on_cards:  # now, as the card has time to cool down until the first workload
+            kept = sustained_flops(device, products), sustained_flops(device, FP8) if fp8 else 0.0
+            measured = replace(measured, sustained_flops=kept[0], sustained_fp8_flops=kept[1])
+        for doubt in measured.warnings():
+            print(f"headrace: warning: {doubt}", file=sys.stderr)
         narrow = (quantization, config.kv_cache_dtype == "fp8") if on_cards else (None, False)
         own_head = config.quantization is not None and not source.ties_head(llm.engine.model.family)
         limits = Limits(llm.engine.model, llm.engine.dtype, measured, *narrow, reading, own_head)

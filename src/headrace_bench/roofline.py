@@ -7,9 +7,10 @@ limit is a little too good.
 Of experts those are read that some row chose: with k of E for each of n rows a share of 1 - (1 - k / E)^n is expected, if every
 expert is as likely as any other. A row is multiplied by its own k.
 With `--quantization`, or from a quantized file whose matrices are all of one kind, the layers' matrices are read in that many
-bytes, and with the option a head of its own in one; products count at the rate of the model's dtype, so prompts in FP8 may pass
-the limit. The native step of a CPU knows what it reads, whatever the formats are; its products count at the rate of 8-bit
-integers, of bfloat16 or of float32, whichever its weights are about as wide as.
+bytes, and with the option a head of its own in one. Products count at the rate of the model's dtype; those of the layers with
+weights in FP8, on a card that multiplies FP8 by FP8, at the rate of that, whatever multiplies them. The native step of a CPU
+knows what it reads, whatever the formats are; its products count at the rate of 8-bit integers, of bfloat16 or of float32,
+whichever its weights are about as wide as.
 
 Of several cards each reads and computes its part, and what they add up, twice a layer and once for the embedding, passes
 their links: 2 (N - 1) / N of the rows out of each card, at the rate of a large copy to another card. That a sum takes some
@@ -36,6 +37,7 @@ from headrace.model.formats.quantized import Quantization
 from headrace.worker.reading import Reading
 
 ROUNDS, ROUND_RUNS = 5, 6  # of each measurement
+FP8 = torch.float8_e4m3fn
 GPU_WIDTH = 8192  # of the product on a GPU: rows, columns and what is summed
 SUSTAINED_RUNS = 8  # of the product, one behind the other
 DISAGREE = 0.03  # rounds that differ by more than this share measured something else as well
@@ -51,6 +53,8 @@ class Machine:
     cards: int = 1  # that work on one step, each with the figures above
     link: float = 0.0  # bytes per second out of a card to another one
     sustained_flops: float = 0.0  # that it keeps up for a second; 0: not measured
+    fp8_flops: float = 0.0  # both for FP8 by FP8; 0: it has none, or none was needed
+    sustained_fp8_flops: float = 0.0
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -64,8 +68,9 @@ class Machine:
         ]
 
 
-def measure_limits(device: torch.device, dtype: torch.dtype, cards: int = 1) -> Machine:
-    """Measure this machine, or one of its `cards`, in some rounds of which the best one counts; takes a few seconds."""
+def measure_limits(device: torch.device, dtype: torch.dtype, cards: int = 1, fp8: bool = False) -> Machine:
+    """Measure this machine, or one of its `cards`, in some rounds of which the best one counts; takes a few seconds. `fp8`: its
+    rate of FP8 by FP8, too."""
     if device.type == "cuda":
         name, size, width = torch.cuda.get_device_name(device), 2**30, GPU_WIDTH
         source = torch.empty(size, dtype=torch.uint8, device=device).random_()
@@ -75,22 +80,34 @@ def measure_limits(device: torch.device, dtype: torch.dtype, cards: int = 1) -> 
         name, size, width = f"CPU, {torch.get_num_threads()} threads", 2**29, 1024
         numbers = torch.zeros(size // 8, dtype=torch.int64).random_()
         moved, move = size, lambda: numbers.max()
-    a = torch.randn(width, width, device=device).to(dtype)
-    multiply = torch._int_mm if dtype == torch.int8 else torch.mm
-    rounds = [(_seconds(move, device), _seconds(lambda: multiply(a, a), device)) for _ in range(ROUNDS)]
-    (moving, move_spread), (product, product_spread) = (best_and_spread(times) for times in zip(*rounds, strict=True))
+    multiply = product(device, dtype, width)
+    rounds = [(_seconds(move, device), _seconds(multiply, device)) for _ in range(ROUNDS)]
+    (moving, move_spread), (took, product_spread) = (best_and_spread(times) for times in zip(*rounds, strict=True))
     link = link_rate(device) if cards > 1 and device.type == "cuda" else 0.0
-    return Machine(name, moved / moving, 2 * width**3 / product, move_spread, product_spread, cards, link)
+    machine = Machine(name, moved / moving, 2 * width**3 / took, move_spread, product_spread, cards, link)
+    if fp8:
+        multiply = product(device, FP8, width)
+        machine = replace(machine, fp8_flops=2 * width**3 / min(_seconds(multiply, device) for _ in range(ROUNDS)))
+    return machine
+
+
+def product(device: torch.device, dtype: torch.dtype, width: int) -> Callable[[], object]:
+    """One of two matrices of so many rows and columns."""
+    a = torch.randn(width, width, device=device).to(dtype)
+    if dtype == FP8:
+        one = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return lambda: (torch._int_mm if dtype == torch.int8 else torch.mm)(a, a)
 
 
 def sustained_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Operations per second of the product that `measure_limits` times, in the second half of a second of them: by then a card
     at its power limit has lowered its clock."""
-    a = torch.randn(GPU_WIDTH, GPU_WIDTH, device=device).to(dtype)
+    multiply = product(device, dtype, GPU_WIDTH)
     began, rates = time.perf_counter(), []
     while (now := time.perf_counter()) - began < 1.0:
         for _ in range(SUSTAINED_RUNS):
-            torch.mm(a, a)
+            multiply()
         torch.cuda.synchronize(device)
         rates.append(SUSTAINED_RUNS * 2 * GPU_WIDTH**3 / (time.perf_counter() - now))
     return statistics.median(rates[len(rates) // 2 :])
@@ -243,21 +260,27 @@ class Limits:
         self.expert_item = NARROW_BYTES.get(quantization or "", self.item)  # bytes of a parameter of experts
         self.layer_item = self.item if quantization == "mxfp4" else self.expert_item  # and of the layers' other matrices
         self.head_item = 1.0 if own_head and quantization in MADE else self.item
-        self.token_bytes = token_bytes(model, torch.float8_e4m3fn if fp8_cache else dtype)
+        self.token_bytes = token_bytes(model, FP8 if fp8_cache else dtype)
         self.score_columns = score_columns(model)
         if reading is not None:
             self.item = self.expert_item = self.layer_item = self.head_item = reading.weights / numbers_of(model)
             self.token_bytes = {0: reading.token}
-        self.cards = machine.cards
+        self.cards, self.fp8 = machine.cards, quantization == "fp8" and machine.fp8_flops > 0
         self.kv_part = 1 / min(self.cards, model.num_kv_heads)  # of it that a card has
 
     def sustained(self) -> Limits | None:
         """The limits by the rate that the machine keeps up, if that was measured."""
-        if not self.machine.sustained_flops:
+        machine, other = self.machine, copy(self)
+        if not machine.sustained_flops or (self.fp8 and not machine.sustained_fp8_flops):
             return None
-        other = copy(self)
-        other.machine = replace(self.machine, flops=self.machine.sustained_flops)
+        other.machine = replace(machine, flops=machine.sustained_flops, fp8_flops=machine.sustained_fp8_flops)
         return other
+
+    def product_seconds(self, rows: int, sampled: int = 0, scores: float = 0.0) -> float:
+        """Of all cards: so many rows times the layers' matrices, `sampled` ones times the head, and `scores` operations of
+        attention."""
+        layers = self.machine.fp8_flops if self.fp8 else self.machine.flops
+        return 2 * self.parameters.of_row * rows / layers + (2 * self.head * sampled + scores) / self.machine.flops
 
     def weight_bytes(self, rows: int) -> float:
         """That a step of so many rows reads, of all cards."""
@@ -274,8 +297,8 @@ class Limits:
 
     def decode_seconds(self, contexts: Sequence[int]) -> float:
         """One step of sequences of so many tokens each."""
-        rows, part = len(contexts), (self.parameters.of_row + self.head) / self.cards
-        weights = max(self.weight_bytes(rows) / self.cards / self.machine.bandwidth, 2 * part * rows / self.machine.flops)
+        rows = len(contexts)
+        weights = max(self.weight_bytes(rows) / self.machine.bandwidth, self.product_seconds(rows, rows)) / self.cards
         return weights + self.cache_bytes(contexts) / self.machine.bandwidth + self.sum_seconds(rows)
 
     def sum_seconds(self, rows: int) -> float:
@@ -286,26 +309,28 @@ class Limits:
         moved = 2 * (self.cards - 1) / self.cards * rows * self.model.hidden_size * self.item
         return sums * moved / self.machine.link
 
+    def score_flops(self, length: int) -> float:
+        return sum(4 * columns * pairs(length, window) for window, columns in self.score_columns.items())
+
     def prefill_flops(self, length: int) -> float:
-        scores = sum(4 * columns * pairs(length, window) for window, columns in self.score_columns.items())
-        return 2 * self.parameters.of_row * length + scores
+        return 2 * self.parameters.of_row * length + self.score_flops(length)
 
     def prefill_seconds(self, length: int) -> float:
         return self.prompts_seconds([length])
 
     def prompts_seconds(self, lengths: list[int]) -> float:
         """Of prompts that come together."""
-        rows, flops = sum(lengths), sum(map(self.prefill_flops, lengths))
+        rows, computed = sum(lengths), self.product_seconds(sum(lengths), scores=sum(map(self.score_flops, lengths)))
         read = self.parameters.layer_bytes(rows, self.layer_item, self.expert_item) / self.machine.bandwidth
-        return max(flops / self.machine.flops, read) / self.cards + self.sum_seconds(rows)
+        return max(computed, read) / self.cards + self.sum_seconds(rows)
 
     def mixed_seconds(self, contexts: Sequence[int], length: int) -> float:
         """One step of sequences of so many tokens each and of a new prompt: what it reads or what it computes, whichever takes
         longer. All rows share what is read of the weights; the head computes those that sample."""
-        decodes, machine = len(contexts), self.machine
-        operations = self.prefill_flops(length) + 2 * self.parameters.of_row * decodes + 2 * self.head * (decodes + 1)
-        read = self.weight_bytes(decodes + length) / self.cards + self.cache_bytes(contexts)
-        return max(read / machine.bandwidth, operations / self.cards / machine.flops) + self.sum_seconds(decodes + length)
+        decodes, rows = len(contexts), len(contexts) + length
+        computed = self.product_seconds(rows, decodes + 1, self.score_flops(length)) / self.cards
+        read = self.weight_bytes(rows) / self.cards + self.cache_bytes(contexts)
+        return max(read / self.machine.bandwidth, computed) + self.sum_seconds(rows)
 
     def offline(self, inputs: list[int], outputs: list[int]) -> float:
         """All prompts at once, every step with all that still run."""
