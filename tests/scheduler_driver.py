@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from headrace.sampling.params import SamplingParams
+from headrace.scheduler.admission import PeakForecast
 from headrace.scheduler.config import Limits
 from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.scheduler.request import Request, Status
@@ -230,8 +231,9 @@ def settle(scheduler: Scheduler, plan: StepPlan, sampled: Sequence[list[int]], f
     return [(live[id], [token]) for id, token in zip(settled.ids, settled.tokens, strict=True)] + settled.gains
 
 
-class NoForecast:
-    _rows, _fixed = (), 0
+class NoForecast(PeakForecast):
+    def __init__(self) -> None:
+        super().__init__(0, 1, 0)
 
     def fits(self, *demand) -> bool:
         return True
@@ -242,7 +244,7 @@ class NoForecast:
 
 def admit_greedily(scheduler: Scheduler) -> None:
     """Whoever finds a block now is admitted: for tests that want preemption all the time."""
-    scheduler._admission._forecast = lambda running: NoForecast()  # type: ignore[assignment, return-value]
+    scheduler.admission.forecast = lambda running: NoForecast()  # type: ignore[assignment, return-value]
 
 
 class SchedulerDriver:

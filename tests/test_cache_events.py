@@ -77,7 +77,7 @@ def test_whoever_listens_knows_what_the_index_holds(data):
         elif action == "evict" and tree.num_cached:
             tree.evict(data.draw(st.integers(1, tree.num_cached)))
         elif action == "drop path" and tables:
-            node = tree._nodes[data.draw(st.sampled_from(data.draw(st.sampled_from(tables))))]
+            node = tree.nodes[data.draw(st.sampled_from(data.draw(st.sampled_from(tables))))]
             if node is not None:
                 tree.drop_path(node)
         elif action == "tell all":

@@ -64,14 +64,14 @@ class Watched:
         """The picture is the scheduler's state, in all that it shows."""
         scheduler, picture = self.driver.scheduler, self.picture
         assert picture is not None
-        blocks = scheduler._blocks
+        blocks = scheduler.blocks
         resident = [*blocks.decoding, *blocks.prefilling, *blocks.leaving]
         assert picture.tables == {request.slot: request.block_ids for request in resident}
         assert {slot: picture.slots[slot] for slot in picture.tables} == {request.slot: request.id for request in resident}
         in_use = {block for block, count in enumerate(scheduler.pool.refs) if count}
         assert set(picture.owners) == in_use
         assert {block: len(who) for block, who in picture.owners.items()} == {b: scheduler.pool.refs[b] for b in in_use}
-        nodes = {block: node for block, node in enumerate(scheduler.tree._nodes) if node is not None}
+        nodes = {block: node for block, node in enumerate(scheduler.tree.nodes) if node is not None}
         assert set(picture.nodes) == set(nodes) and len(picture.nodes) == scheduler.tree.num_nodes
         for block, above in picture.nodes.items():
             parent = nodes[block].parent

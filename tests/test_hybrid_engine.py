@@ -120,7 +120,7 @@ def test_a_long_answer_can_be_gone_on_from(make):
 
 def test_preempted_ones_go_on_from_their_snapshots(make, alone):
     core = make(num_kv_blocks=15, max_num_batched_tokens=40)
-    core.scheduler._admission._forecast = lambda running: NoForecast()
+    core.scheduler.admission.forecast = lambda running: NoForecast()
     requests = [greedy(f"{i}", [(11 * j + i) % VOCAB for j in range(40)], 40) for i in range(3)]
     want = {r.id: run(make(enable_prefix_caching=False), [r])[r.id] for r in requests}
     assert_all_same(run(core, requests), want)

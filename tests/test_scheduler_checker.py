@@ -39,7 +39,7 @@ def busy() -> SchedulerDriver:
 
 
 def request(engine: SchedulerDriver, name: str):
-    blocks = engine.scheduler._blocks
+    blocks = engine.scheduler.blocks
     return blocks.live.get(name) or next(r for r in blocks.leaving if r.id == name)
 
 
@@ -66,25 +66,25 @@ def replace_block(name: str, index: int, other: str, other_index: int):
 
 
 def due_never(engine: SchedulerDriver) -> None:
-    for due in engine.scheduler._blocks.batch._events.values():
+    for due in engine.scheduler.blocks.batch.events.values():
         due.clear()
 
 
 def due_late(engine: SchedulerDriver) -> None:
     late = request(engine, "a")
     late.next_event += 1
-    engine.scheduler._blocks.batch._events[late.next_event] = [late]
+    engine.scheduler.blocks.batch.events[late.next_event] = [late]
 
 
 def off_batch(engine: SchedulerDriver) -> None:
     """Leaves the decodes that move on, as it should, but with tokens that nobody computes."""
     found = request(engine, "a")
-    engine.scheduler._blocks.batch.leave(found)
+    engine.scheduler.blocks.batch.leave(found)
     found.num_scheduled -= 3
 
 
 def of_blocks(spoil):
-    return lambda engine: spoil(engine.scheduler._blocks, lambda name: request(engine, name))
+    return lambda engine: spoil(engine.scheduler.blocks, lambda name: request(engine, name))
 
 
 def spoil_refs(engine: SchedulerDriver) -> None:

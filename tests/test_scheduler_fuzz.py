@@ -76,7 +76,7 @@ class Fuzz:
     def step(self) -> None:
         """schedule, launch and settle with aborts in between."""
         rng, engine = self.rng, self.engine
-        oldest = min((e for e in engine.scheduler._blocks.live.values() if e.slot >= 0), key=lambda e: e.rank, default=None)
+        oldest = min((e for e in engine.scheduler.blocks.live.values() if e.slot >= 0), key=lambda e: e.rank, default=None)
         self.maybe_abort()
         plan = engine.schedule()
         self.maybe_abort()

@@ -355,7 +355,7 @@ def test_aborts_do_not_pile_up_behind_a_waiting_head():
     for i in range(1000):
         engine.add(str(i), [1, 2, 3], max_tokens=2)
         engine.scheduler.abort(str(i))
-    assert len(engine.scheduler._admission._heap) < 100 and engine.scheduler.num_waiting == 1
+    assert len(engine.scheduler.admission._heap) < 100 and engine.scheduler.num_waiting == 1
     engine.run()
 
 
@@ -454,7 +454,7 @@ def test_nobody_is_preempted_for_blocks_that_come_back_anyway():
 
 def test_one_client_with_a_huge_max_tokens_does_not_starve_all():
     engine = SchedulerDriver(config(max_num_seqs=8, num_blocks=64, max_model_len=200, max_num_batched_tokens=256))
-    engine.scheduler._admission.estimate.mean = 8.0  # what is usual here
+    engine.scheduler.admission.estimate.mean = 8.0  # what is usual here
     for i in range(8):
         engine.add(str(i), [i, 1, 2, 3], max_tokens=190)
     assert len(engine.step().chunks) == 8
@@ -470,7 +470,7 @@ def test_a_cache_full_of_expected_output_admits_no_more():
 
 def test_a_long_prompt_does_not_promise_a_long_output():
     engine = SchedulerDriver(config(num_blocks=30))
-    engine.scheduler._admission.estimate.mean = 4.0
+    engine.scheduler.admission.estimate.mean = 4.0
     for i in range(2):
         engine.add(f"{i}", [i] * 44, max_tokens=20, ignore_eos=True)
     engine.step()

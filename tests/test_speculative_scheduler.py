@@ -63,7 +63,7 @@ class DraftFuzz(Fuzz):
         super().__init__(seed)
         rng = random.Random(seed + 1)
         self.config = dataclasses.replace(self.config, num_snapshots=0, max_draft_rows=rng.choice([2, 5, 16, 64]))
-        greedy = "_forecast" in vars(self.engine.scheduler._admission)
+        greedy = "forecast" in vars(self.engine.scheduler.admission)
         self.engine = DraftingEngine(
             self.config, self.engine.depth, seed=seed, p_right=rng.choice([0.0, 0.5, 0.9, 1.0]), most=rng.choice([1, 3, 20])
         )

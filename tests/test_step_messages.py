@@ -67,8 +67,8 @@ def test_a_run_whose_plans_and_results_are_sent_says_the_same(model, options, ov
     arrivals = [rng.randint(0, 12) for _ in requests]
     wanted = run(plain, requests, arrivals=arrivals)
     core = drafting_core(model, overlap=overlap, **options)
-    core.scheduler._admission.estimate.observe = lambda length: None  # all are taken to end soon: some are preempted
-    core.scheduler._admission.estimate.mean = 1.0
+    core.scheduler.admission.estimate.observe = lambda length: None  # all are taken to end soon: some are preempted
+    core.scheduler.admission.estimate.mean = 1.0
     plans = send_everything(core)
     for name, got in run(core, requests, arrivals=arrivals).items():
         assert_same(got, wanted[name], name)

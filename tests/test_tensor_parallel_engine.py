@@ -42,8 +42,8 @@ def test_two_processes_say_what_one_says(model):
     engine.core.async_scheduling = engine.config.async_scheduling  # as on cards
     core, pids = engine.core, engine.ranks.pids
     draft_always(core, 4, overlap=True)
-    core.scheduler._admission.estimate.observe = lambda length: None  # all are taken to end soon: some are preempted
-    core.scheduler._admission.estimate.mean = 1.0
+    core.scheduler.admission.estimate.observe = lambda length: None  # all are taken to end soon: some are preempted
+    core.scheduler.admission.estimate.mean = 1.0
     for name, got in run(core, requests).items():
         assert_same(got, wanted[name], name)
         assert (got.prompt_logprobs is None) is (wanted[name].prompt_logprobs is None)

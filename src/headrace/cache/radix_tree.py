@@ -50,7 +50,7 @@ class RadixTree:
         self.num_cached = 0  # blocks without references that are in the index
         self.num_nodes = 0
         self._roots: dict[bytes, Node] = {}  # by salt
-        self._nodes: list[Node | None] = [None] * pool.num_blocks  # by block id
+        self.nodes: list[Node | None] = [None] * pool.num_blocks  # by block id
         self._leaves: list[tuple[int, Node]] = []
         self._clock = 0
 
@@ -106,7 +106,7 @@ class RadixTree:
             children = parent.children = {}
         node = children.get(key)
         if node is None:
-            node = children[key] = self._nodes[block] = Node(parent, key, block)
+            node = children[key] = self.nodes[block] = Node(parent, key, block)
             self.num_nodes += 1
         elif not self.pool.refs[node.block]:
             self._retire(node)  # computed again: as good as used
@@ -121,7 +121,7 @@ class RadixTree:
 
     def release(self, blocks: list[int]) -> None:
         """Give back one reference to each block of a table."""
-        refs, nodes, free = self.pool.refs, self._nodes, self.pool.free
+        refs, nodes, free = self.pool.refs, self.nodes, self.pool.free
         for block in blocks:
             refs[block] -= 1
             if not refs[block]:
@@ -147,7 +147,7 @@ class RadixTree:
                 self.drop(entry[1])
         if pool.num_free < target:
             # every cached node stands above one in use; all go in one scan, for a scan per block would be quadratic
-            for node in [n for n in self._nodes if n is not None and not pool.refs[n.block]]:
+            for node in [n for n in self.nodes if n is not None and not pool.refs[n.block]]:
                 if node.indexed:
                     self.drop(node)
 
@@ -162,7 +162,7 @@ class RadixTree:
             if node.children:
                 stack.extend(node.children.values())
             block = node.block
-            self._nodes[block] = None
+            self.nodes[block] = None
             node.indexed, node.parent, node.children = False, None, None  # no cycles are left to the collector
             self.num_nodes -= 1
             if not self.pool.refs[block]:
@@ -206,11 +206,11 @@ class RadixTree:
             for key, child in (node.children or {}).items():
                 count += 1
                 assert child.parent is node and child.key == key and len(key) == self.key_bytes, "a link is wrong"
-                assert self._nodes[child.block] is child, f"block {child.block} does not know its node"
+                assert self.nodes[child.block] is child, f"block {child.block} does not know its node"
                 if not self.pool.refs[child.block]:
                     cached.add(child.block)
                     assert child.children or child in current, f"leaf {child.block} can never be evicted"
                 stack.append(child)
-        assert count == self.num_nodes == sum(n is not None for n in self._nodes), "nodes that no root reaches"
+        assert count == self.num_nodes == sum(n is not None for n in self.nodes), "nodes that no root reaches"
         assert len(cached) == self.num_cached, f"{len(cached)} blocks are cached, {self.num_cached} are counted"
         return cached

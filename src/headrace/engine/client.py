@@ -34,7 +34,7 @@ from headrace.engine.slots import Slots
 from headrace.engine.socket_pair import remove_stale_directories
 from headrace.engine.stats import CoreStats
 from headrace.engine.streams import Stream, Streams, Taker
-from headrace.engine.supervision import BUILDER, CoreSupply, SupervisionConfig
+from headrace.engine.supervision import BUILDER, Core, CoreSupply, SupervisionConfig
 from headrace.engine.wire import LoadAdapter, News, Ready
 from headrace.errors import EngineClosedError, EngineDeadError, HeadraceError, ParameterError
 from headrace.extras import is_installed
@@ -189,6 +189,10 @@ class EngineClient:
 
     def cores(self) -> list[CoreStatus]:
         return self._slots.statuses()
+
+    def core(self, number: int) -> Core | None:
+        """The one of this number; None: there is none now."""
+        return next((slot.core for slot in self._slots if slot.number == number), None)
 
     def watch(self, core: int, on: bool) -> None:
         """Have a core show the `spectator` what it does, from a snapshot on, or no longer."""

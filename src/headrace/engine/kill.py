@@ -8,7 +8,7 @@ from headrace.engine.core_process import CoreProcess
 
 def kill_core(client: EngineClient, number: int) -> bool:
     """False: there is no core of this number now, or it is none of this server's own processes."""
-    core = next((slot.core for slot in client._slots if slot.number == number), None)
+    core = client.core(number)
     if not isinstance(core, CoreProcess) or core.exited or core.ready is None:
         return False
     core.process.kill()

@@ -100,18 +100,16 @@ class PeakForecast:
 
     def fits(self, demand: Demand) -> bool:
         """Whether the peak stays within the cache with one more request."""
-        room = self._num_blocks - self._fixed - demand.fixed
-        if self._bound + self._blocks(demand.own + demand.rest) <= room:
-            return True  # the usual case, without a look at the rows
-        rows = self._rows.copy()
-        insort(rows, (-demand.rest, demand.own))
-        size, half = self._block_size, self._block_size // 2
-        tokens = 0
-        for alive, (negative_rest, row_own) in enumerate(rows, 1):
-            tokens += row_own + half
-            if tokens - alive * negative_rest > room * size:
-                return False
-        return True
+        bound = self._fixed + demand.fixed + self._bound + self._blocks(demand.own + demand.rest)
+        return bound <= self._num_blocks or self.peak(demand) <= self._num_blocks  # usually without a look at the rows
+
+    def peak(self, demand: Demand) -> float:
+        """In blocks, with one more request."""
+        tokens = most = 0
+        for alive, (negative_rest, own) in enumerate(sorted([*self._rows, (-demand.rest, demand.own)]), 1):
+            tokens += own + self._block_size // 2
+            most = max(most, tokens - alive * negative_rest)
+        return self._fixed + demand.fixed + most / self._block_size
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
@@ -131,10 +129,14 @@ class Admission:
     def __init__(self, limits: Limits, tree: RadixTree):
         self._limits, self._tree = limits, tree
         self._heap: list[tuple[tuple[float, float, int], Request]] = []  # those who ended in the queue are skipped
-        self._refused: Request | None = None
-        self._promised = 0  # blocks that those who hold some can come to hold
+        self.refused: Request | None = None
+        self.promised = 0  # blocks that those who hold some can come to hold
         self.num_waiting = 0
         self.estimate = LengthEstimate()
+
+    @property
+    def head(self) -> Request:
+        return self._heap[0][1]  # or one that has ended in the queue
 
     def push(self, request: Request) -> None:
         heappush(self._heap, (request.rank, request))
@@ -143,8 +145,8 @@ class Admission:
     def push_back(self, request: Request) -> None:
         """Queue a preempted request again; as the head it waits until somebody else has left: no thrashing."""
         self.push(request)
-        if self._heap[0][1] is request:
-            self._refused = request
+        if self.head is request:
+            self.refused = request
 
     def forget(self) -> None:
         """A queued request has ended: its heap item stays until it surfaces, but they must not pile up behind the head."""
@@ -155,8 +157,8 @@ class Admission:
 
     def left(self, request: Request) -> None:
         """Somebody has given all blocks back."""
-        self._refused = None
-        self._promised -= self._most_blocks(request)
+        self.refused = None
+        self.promised -= self._most_blocks(request)
 
     def _most_blocks(self, request: Request) -> int:
         return -(-(request.limit - 1) // self._limits.block_size)
@@ -176,12 +178,12 @@ class Admission:
         refs = self._tree.pool.refs
         aside = []
         while self._heap and free_slots and step.budget > 0:
-            request = self._heap[0][1]
+            request = self.head
             if request.finished:
                 heappop(self._heap)
                 continue
             crowded = len(free_slots) < self._limits.max_num_seqs
-            if request is self._refused and crowded:
+            if request is self.refused and crowded:
                 break
             if request.reads_cache:
                 limit = (request.num_known - 1) // self._limits.block_size  # the last token is always computed
@@ -191,20 +193,20 @@ class Admission:
                 aside.append(heappop(self._heap))
                 continue
             revived = sum(not refs[node.block] for node in request.path)  # blocks of its hit that nobody holds now
-            demand = self._demand(request, len(request.path), revived)
+            demand = self.demand(request, len(request.path), revived)
             fits = self._tree.num_available > revived
-            promised = self._promised + self._most_blocks(request)
+            promised = self.promised + self._most_blocks(request)
             if fits and crowded and promised > self._limits.num_blocks:
-                forecast = forecast or self._forecast(running)
+                forecast = forecast or self.forecast(running)
                 fits = forecast.fits(demand)
             if not fits:
-                self._refused = request
+                self.refused = request
                 break
             if forecast is not None:
                 forecast.add(demand)
             heappop(self._heap)
             self.num_waiting -= 1
-            self._promised = promised
+            self.promised = promised
             yield request
         for item in aside:
             heappush(self._heap, item)
@@ -219,17 +221,16 @@ class Admission:
         parent = request.path[-1] if request.path else None
         return (parent, request.cache_salt, request.key(index, self._tree.key_bytes)) in step.computing
 
-    def _forecast(self, running: tuple[list[Request], list[Request]]) -> PeakForecast:
+    def forecast(self, running: tuple[list[Request], list[Request]]) -> PeakForecast:
         requests = running[0] + running[1]
         own_blocks = sum(len(request.block_ids) - request.num_hit for request in requests)
-        num_blocks = self._limits.num_blocks
-        in_use = num_blocks - self._tree.num_available
-        forecast = PeakForecast(num_blocks, self._limits.block_size, in_use - own_blocks)
+        in_use = self._limits.num_blocks - self._tree.num_available
+        forecast = PeakForecast(self._limits.num_blocks, self._limits.block_size, in_use - own_blocks)
         for request in requests:
-            forecast.add(self._demand(request, request.num_hit))
+            forecast.add(self.demand(request, request.num_hit))
         return forecast
 
-    def _demand(self, request: Request, num_hit: int, revived: int = 0) -> Demand:
+    def demand(self, request: Request, num_hit: int, revived: int = 0) -> Demand:
         num_tokens = request.num_tokens
         rest = self.estimate.remaining(request.num_output, request.limit - num_tokens)
         return Demand(num_tokens - num_hit * self._limits.block_size, rest, revived)

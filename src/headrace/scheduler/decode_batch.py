@@ -121,10 +121,10 @@ class DecodeBatch:
         self.members: list[Request] = []
         self.clock = Clock()
         self._block_size = block_size
-        self._events: dict[int, list[Request]] = {}  # by time; those who left or were put off are skipped
-        self._decodes = NOBODY
-        self._changed = False
-        self._last_step = 0  # the number of the last one that has rows of them
+        self.events: dict[int, list[Request]] = {}  # by time; those who left or were put off are skipped
+        self.decodes = NOBODY
+        self.changed = False
+        self.last_step = 0  # the number of the last one that has rows of them
 
     def __contains__(self, request: Request) -> bool:
         return request.clock is self.clock
@@ -133,32 +133,32 @@ class DecodeBatch:
         request.offset -= self.clock.now
         request.clock = self.clock
         insort(self.members, request, key=RANK)
-        self._changed = True
+        self.changed = True
         self.expect(request, request.num_scheduled)
 
     def leave(self, request: Request) -> None:
         request.offset += self.clock.now
         request.clock = None
-        request.last_step = max(request.last_step, self._last_step)
+        request.last_step = max(request.last_step, self.last_step)
         self.members.remove(request)
-        self._changed = True
+        self.changed = True
 
     def expect(self, request: Request, position: int) -> None:
         """Note when to look at a member whose row at `position` is the next that was not looked at."""
         filling = position + self._block_size - 1 - position % self._block_size
         request.next_event = min(filling, request.capacity, request.limit - 2) - request.offset
-        self._events.setdefault(request.next_event, []).append(request)
+        self.events.setdefault(request.next_event, []).append(request)
 
     def due(self) -> list[Request]:
         """Those to be looked at before the next tick, by rank."""
         now = self.clock.now
-        noted = self._events.pop(now, ())
+        noted = self.events.pop(now, ())
         return sorted({r for r in noted if r in self and r.next_event == now}, key=RANK) if noted else []
 
     def tick(self, step: Scheduled) -> None:
         """Give every member a row of `step`."""
-        if self._changed:
-            self._decodes, self._changed = Decodes.of(self.members.copy(), self._decodes.version + 1), False
-        step.decode(self._decodes, self.clock.now)
+        if self.changed:
+            self.decodes, self.changed = Decodes.of(self.members.copy(), self.decodes.version + 1), False
+        step.decode(self.decodes, self.clock.now)
         self.clock.now += 1
-        self._last_step = step.number
+        self.last_step = step.number

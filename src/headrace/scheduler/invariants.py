@@ -33,7 +33,7 @@ def check_scheduler(limits: Limits, blocks: BlockManager, drafting: Drafting, fl
         _check_counters(limits, request)
         _check_cursor(request, blocks.block_size)
     promised = sum(-(-(request.limit - 1) // blocks.block_size) for request in resident)
-    assert blocks.admission._promised == promised, "what running requests can ask for is miscounted"
+    assert blocks.admission.promised == promised, "what running requests can ask for is miscounted"
     for request in waiting:
         assert request.status is Status.WAITING, f"{request.id} waits as {request.status}"
         idle = (request.num_scheduled, request.num_pending, request.clock, request.slot, request.block_ids)
@@ -96,7 +96,7 @@ def _check_batch(blocks: BlockManager, resident: list[Request]) -> None:
         assert request.clock is None, f"{request.id} moves on without decoding"
     for request in members:
         assert not request.num_unverified, f"{request.id} has drafts and moves on without them"
-        assert request in batch._events[request.next_event], f"{request.id} is due and nobody knows"
+        assert request in batch.events[request.next_event], f"{request.id} is due and nobody knows"
         position = request.num_scheduled
         while (position + 1) % size and position < request.capacity and position + 2 < request.limit:
             position += 1

@@ -19,20 +19,20 @@ def plain_steps(scheduler: Scheduler) -> int:
 
     That is so if nobody is added, aborted or samples a stop token until then. 0: the next step may be anything.
     """
-    blocks = scheduler._blocks
+    blocks = scheduler.blocks
     batch, admission = blocks.batch, blocks.admission
     if blocks.prefilling or blocks.leaving or not batch.members or len(batch.members) != len(blocks.decoding):
         return 0
-    if batch._changed or any(s.others or s.filled or s.decodes is not batch._decodes for s in scheduler._flight.values()):
+    if batch.changed or any(s.others or s.filled or s.decodes is not batch.decodes for s in scheduler.flight.values()):
         return 0
-    if admission.num_waiting and blocks.free_slots and admission._heap[0][1] is not admission._refused:
+    if admission.num_waiting and blocks.free_slots and admission.head is not admission.refused:
         return 0  # somebody may start
-    return min(batch._events) - batch.clock.now
+    return min(batch.events) - batch.clock.now
 
 
 def left_out(scheduler: Scheduler) -> list[Request]:
     """Decodes without a row in the step that was scheduled last: they found no block, or it is full."""
-    blocks = scheduler._blocks
+    blocks = scheduler.blocks
     if len(blocks.batch.members) == len(blocks.decoding):
         return []
     return [request for request in blocks.decoding if request not in blocks.batch]
@@ -44,21 +44,21 @@ def leap(scheduler: Scheduler, in_flight: StepPlan | None, count: int, token: in
     As many settle; if one is in flight, the last of the new ones is in its place afterwards, with the same plan. `seconds` are
     those of the steps that settle.
     """
-    blocks = scheduler._blocks
+    blocks = scheduler.blocks
     batch = blocks.batch
     tokens = [token] * count
     for request in batch.members:
         request.output_ids += tokens
     batch.clock.now += count
-    batch._last_step += count
+    batch.last_step += count
     scheduler.num_steps += count
     blocks.num_settled += count
     if in_flight is not None:
-        step = scheduler._flight.pop(in_flight.step)
+        step = scheduler.flight.pop(in_flight.step)
         step.number = in_flight.step = in_flight.step + count
         step.decode(step.decodes, batch.clock.now - 1)
         in_flight.starts = in_flight.starts + count
-        scheduler._flight[step.number] = step
-    if scheduler._prefill_budget is not None:
+        scheduler.flight[step.number] = step
+    if scheduler.prefill_budget is not None:
         for s in seconds[-WINDOW:]:
-            scheduler._prefill_budget.observe(0, s)
+            scheduler.prefill_budget.observe(0, s)

@@ -52,13 +52,13 @@ class Scheduler:
 
     def __init__(self, limits: Limits):
         self.limits = limits
-        self._blocks = BlockManager(limits)
-        self._drafting = Drafting(self._blocks, limits.max_drafts)
-        self.pool, self.tree, self._admission = self._blocks.pool, self._blocks.tree, self._blocks.admission
-        self.live, self.stats = self._blocks.live, self._blocks.stats  # by id: all requests that are not finished
+        self.blocks = BlockManager(limits)
+        self._drafting = Drafting(self.blocks, limits.max_drafts)
+        self.pool, self.tree, self.admission = self.blocks.pool, self.blocks.tree, self.blocks.admission
+        self.live, self.stats = self.blocks.live, self.blocks.stats  # by id: all requests that are not finished
         bound, most = limits.max_itl, limits.max_num_batched_tokens
-        self._prefill_budget = None if bound is None else PrefillBudget(bound, limits.block_size, most)
-        self._flight: dict[int, Scheduled] = {}  # by number: not settled
+        self.prefill_budget = None if bound is None else PrefillBudget(bound, limits.block_size, most)
+        self.flight: dict[int, Scheduled] = {}  # by number: not settled
         self.num_steps = self._num_added = 0  # since the start
 
     # ---- requests in and out
@@ -72,13 +72,13 @@ class Scheduler:
         self._num_added += 1
         request.prepare((priority, request.arrival, self._num_added), limit, self.limits.enable_prefix_caching)
         self.live[request.id] = request
-        self._admission.push(request)
+        self.admission.push(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now, whatever it is doing; None if there is no such one. Its ids so far stay as they are."""
         request = self.live.get(request_id)
         if request is not None:
-            self._blocks.finish(request, "abort")
+            self.blocks.finish(request, "abort")
         return request
 
     # ---- a step
@@ -86,43 +86,43 @@ class Scheduler:
     def schedule(self, drafting: bool = True) -> StepPlan | None:
         """The next step; None if nothing can run now (perhaps until launched steps settle). `drafting`: somebody has drafts."""
         step = Scheduled(self.num_steps + 1, self.limits.max_num_batched_tokens)
-        if self._blocks.decoding:
+        if self.blocks.decoding:
             self._decode(step, drafting)
-        if self._prefill_budget is not None and (step.decodes.ids or step.others):
-            step.budget = min(step.budget, self._prefill_budget.prefill_tokens())
-        if self._blocks.prefilling:
+        if self.prefill_budget is not None and (step.decodes.ids or step.others):
+            step.budget = min(step.budget, self.prefill_budget.prefill_tokens())
+        if self.blocks.prefilling:
             self._prefill(step)
-        if self._admission.num_waiting:
+        if self.admission.num_waiting:
             self._admit(step)
         if not step.decodes.ids and not step.others:
             return None
         self.num_steps = step.number
-        self._flight[step.number] = step
+        self.flight[step.number] = step
         return step.plan()
 
     def launched(self, plan: StepPlan) -> None:
         """The worker has launched the plan for good: its full blocks may be hit by whatever is launched later."""
-        step = self._flight[plan.step]
+        step = self.flight[plan.step]
         if not step.filled:
             return
         unknown = []
         for request, stop in step.filled:
             if not request.finished:
-                self._blocks.index(request, min(stop, request.num_known))
+                self.blocks.index(request, min(stop, request.num_known))
                 if stop > request.num_known:
                     unknown.append((request, stop))
         step.filled = unknown
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """What a step has cost, for the choice of further ones."""
-        if self._prefill_budget is not None and (plan.num_decodes or plan.num_drafts):
-            self._prefill_budget.observe(plan.num_prefill, seconds)
+        if self.prefill_budget is not None and (plan.num_decodes or plan.num_drafts):
+            self.prefill_budget.observe(plan.num_prefill, seconds)
 
     # ---- the three parts of a step
 
     def _decode(self, step: Scheduled, drafting: bool) -> None:
         """One token for each decoding request, as far as budget and blocks go."""
-        blocks, budget = self._blocks, step.budget
+        blocks, budget = self.blocks, step.budget
         batch, decoding = blocks.batch, blocks.decoding
         members, now = batch.members, batch.clock.now
         while len(members) > budget:
@@ -150,7 +150,7 @@ class Scheduler:
 
     def _advance(self, request: Request, step: Scheduled) -> None:
         """See to it that a decode can have its next row in the batch. Who finds no block waits outside of it."""
-        blocks, batch, start = self._blocks, self._blocks.batch, request.num_scheduled
+        blocks, batch, start = self.blocks, self.blocks.batch, request.num_scheduled
         members, member = batch.members, request in batch
         if not member and len(members) == step.budget:
             if members[-1].rank < request.rank:
@@ -173,7 +173,7 @@ class Scheduler:
             step.last.append(request)
 
     def _prefill(self, step: Scheduled) -> None:
-        prefilling, complete = self._blocks.prefilling, []
+        prefilling, complete = self.blocks.prefilling, []
         for request in prefilling:  # may lose its tail, as above
             if step.budget == 0:
                 break
@@ -181,11 +181,11 @@ class Scheduler:
                 complete.append(request)
         for request in complete:
             prefilling.remove(request)
-            self._blocks.prefilled(request)
+            self.blocks.prefilled(request)
 
     def _admit(self, step: Scheduled) -> None:
-        blocks = self._blocks
-        for request in self._admission.admissible(step, blocks.free_slots, (blocks.decoding, blocks.prefilling)):
+        blocks = self.blocks
+        for request in self.admission.admissible(step, blocks.free_slots, (blocks.decoding, blocks.prefilling)):
             blocks.admit(request)
             if self._extend(request, step, admitted=True):
                 blocks.prefilled(request)
@@ -194,7 +194,7 @@ class Scheduler:
 
     def _extend(self, request: Request, step: Scheduled, admitted: bool) -> bool:
         """Give a request as many of the tokens that it lacks as budget and blocks allow; whether that was all."""
-        blocks, size = self._blocks, self._blocks.block_size
+        blocks, size = self.blocks, self.blocks.block_size
         start, held = request.num_scheduled, len(request.block_ids)
         lacking = request.num_tokens - start
         count = blocks.snapshots.cut(request, start, min(lacking, step.budget))
@@ -216,7 +216,7 @@ class Scheduler:
         blocks.snapshots.keep(request, stop, step, decodes=False)
         if request.fills(stop, size):
             step.filled.append((request, stop))
-            if self._admission.num_waiting:
+            if self.admission.num_waiting:
                 key = request.key(request.num_indexed, blocks.key_bytes)
                 step.computing.add((request.cursor, request.cache_salt, key))
         request.num_scheduled, request.last_step = stop, step.number
@@ -226,8 +226,8 @@ class Scheduler:
 
     def settle(self, plan: StepPlan, result: StepResult) -> Settled:
         """Take a launched plan's result; steps settle in their order. Sequences that failed end their requests with "error"."""
-        step = self._flight.pop(plan.step)
-        blocks = self._blocks
+        step = self.flight.pop(plan.step)
+        blocks = self.blocks
         blocks.num_settled = plan.step
         gains = self._fail(step, result.failed) if result.failed else []
         for request, stop in step.filled:  # before the new ids: all of these are known by now
@@ -255,7 +255,7 @@ class Scheduler:
                 if request.cursor is not None:
                     # a NaN in a shared block would fail everybody who hits it, for ever; so the whole path is forgotten
                     self.tree.drop_path(request.cursor)
-                self._blocks.finish(request, "error")
+                self.blocks.finish(request, "error")
                 gains.append(Gain(request, []))
         return gains
 
@@ -274,8 +274,8 @@ class Scheduler:
             return ids, tokens
         for i in apart:
             self._gain(requests[i], [tokens[i]], gains)
-            if requests[i] in self._blocks.leaving:
-                self._blocks.release(requests[i])
+            if requests[i] in self.blocks.leaving:
+                self.blocks.release(requests[i])
         ids = ids.copy()
         for i in reversed(apart):
             del ids[i], tokens[i]
@@ -284,7 +284,7 @@ class Scheduler:
     def _gain(self, request: Request, ids: list[int], gains: list[Gain]) -> None:
         """Who has ended before takes nothing."""
         if not request.finished:
-            taken = self._blocks.take(request, ids)
+            taken = self.blocks.take(request, ids)
             if taken or request.finished:
                 gains.append(Gain(request, taken))
 
@@ -296,26 +296,26 @@ class Scheduler:
 
     def check(self) -> None:
         """Law 5 and all counters; AssertionError with a description. Costs a walk over everything."""
-        check_scheduler(self.limits, self._blocks, self._drafting, self._flight.values())
+        check_scheduler(self.limits, self.blocks, self._drafting, self.flight.values())
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request wants or holds anything: also one that ended while a launched step has its row."""
-        return bool(self.live or self._blocks.leaving)
+        return bool(self.live or self.blocks.leaving)
 
     @property
     def num_running(self) -> int:
         """Requests that own a slot."""
-        return self.limits.max_num_seqs - len(self._blocks.free_slots)
+        return self.limits.max_num_seqs - len(self.blocks.free_slots)
 
     @property
     def decoding(self) -> list[Request]:
         """The requests that want one token (or more, with drafts), by rank."""
-        return self._blocks.decoding
+        return self.blocks.decoding
 
     @property
     def num_waiting(self) -> int:
-        return self._admission.num_waiting
+        return self.admission.num_waiting
 
     @property
     def kv_usage(self) -> float:

@@ -12,7 +12,6 @@ import time
 from typing import Any, Protocol
 
 from headrace.cache.radix_tree import Node
-from headrace.scheduler.admission import Demand, PeakForecast
 from headrace.scheduler.plan import StepPlan, StepResult
 from headrace.scheduler.request import Request
 from headrace.scheduler.scheduler import Scheduler, Settled
@@ -84,16 +83,16 @@ class Holdings:
     def __init__(self, scheduler: Scheduler):
         self._scheduler = scheduler
         self.by_slot: dict[int, Held] = {}
-        self._nodes: list[Node | None] = list(scheduler.tree._nodes)  # by block
+        self._nodes: list[Node | None] = list(scheduler.tree.nodes)  # by block
         self._num_nodes = scheduler.tree.num_nodes
         self._touched: set[int] = set()  # blocks that may have entered the index or left it
-        blocks = scheduler._blocks
+        blocks = scheduler.blocks
         for request in [*blocks.decoding, *blocks.prefilling, *blocks.leaving]:
             self.by_slot[request.slot] = Held(request, request.block_ids.copy(), request.num_indexed)
 
     def departed(self, everyone: bool = False) -> list[tuple[int, Request]]:
         """Those who have given their slots back since the last call. `everyone`: somebody may be in such a slot already."""
-        free = len(self._scheduler._blocks.free_slots)
+        free = len(self._scheduler.blocks.free_slots)
         if not everyone and free + len(self.by_slot) == self._scheduler.limits.max_num_seqs:
             return []
         gone = [(slot, held.request) for slot, held in self.by_slot.items() if held.request.slot != slot]
@@ -133,7 +132,7 @@ class Holdings:
         return entered, gone
 
     def _compare(self, blocks: Any, entered: list[int], gone: list[int]) -> None:
-        told, now = self._nodes, self._scheduler.tree._nodes
+        told, now = self._nodes, self._scheduler.tree.nodes
         for block in blocks:
             node, before = now[block], told[block]
             if node is before:
@@ -193,29 +192,29 @@ class WaitingReason:
 
     def words(self, full: bool) -> tuple[str, str] | None:
         """The head's id, and why it waits; None: nobody does. `full`: the last step used up its budget."""
-        head, admission = self._head(), self._scheduler._admission
+        head, admission = self._head(), self._scheduler.admission
         if head is None:
             self._about = (None, False)
             return None
-        about, now = (head, head is admission._refused), time.monotonic()
+        about, now = (head, head is admission.refused), time.monotonic()
         if about != self._about or now >= self._due:
             self._about, self._due = about, now + REASON_SECONDS
             self._words = head.id, self._why(head, full)
         return self._words
 
     def _head(self) -> Request | None:
-        admission = self._scheduler._admission
+        admission = self._scheduler.admission
         if not admission.num_waiting:
             return None
-        first = admission._heap[0][1]
+        first = admission.head
         return first if not first.finished else min(admission.waiting(), key=lambda request: request.rank)
 
     def _why(self, head: Request, full: bool) -> str:
-        scheduler, blocks = self._scheduler, self._scheduler._blocks
-        limits, admission = scheduler.limits, scheduler._admission
+        scheduler, blocks = self._scheduler, self._scheduler.blocks
+        limits, admission = scheduler.limits, scheduler.admission
         if not blocks.free_slots:
             return f"all {limits.max_num_seqs} slots are taken"
-        if head is admission._refused:
+        if head is admission.refused:
             if head.num_preemptions:
                 return "preempted: it waits until another request has ended"
             share = self.peak(head) / limits.num_blocks
@@ -228,17 +227,8 @@ class WaitingReason:
 
     def peak(self, head: Request) -> float:
         """The forecast that refuses it, in blocks; see PeakForecast."""
-        scheduler, blocks = self._scheduler, self._scheduler._blocks
+        scheduler, blocks = self._scheduler, self._scheduler.blocks
         refs = scheduler.pool.refs
         revived = sum(not refs[node.block] for node in head.path)
-        forecast = scheduler._admission._forecast((blocks.decoding, blocks.prefilling))
-        return peak_with(forecast, scheduler._admission._demand(head, len(head.path), revived), scheduler.limits.block_size)
-
-
-def peak_with(forecast: PeakForecast, demand: Demand, size: int) -> float:
-    """The peak of future use in blocks, with one more request."""
-    tokens = most = 0
-    for alive, (negative_rest, own) in enumerate(sorted([*forecast._rows, (-demand.rest, demand.own)]), 1):
-        tokens += own + size // 2
-        most = max(most, tokens - alive * negative_rest)
-    return forecast._fixed + demand.fixed + most / size
+        forecast = scheduler.admission.forecast((blocks.decoding, blocks.prefilling))
+        return forecast.peak(scheduler.admission.demand(head, len(head.path), revived))
