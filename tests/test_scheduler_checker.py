@@ -117,7 +117,7 @@ def spoil_refs(engine: SchedulerDriver) -> None:
         (due_late, "too early or late"),
         (spoiler("a", "slot", 4), "slots used or free"),
         (of_blocks(lambda r, e: r.free_slots.append(0)), "slots used or free"),
-        (of_blocks(lambda r, e: setattr(r.admission, "_promised", 0)), "can ask for is miscounted"),
+        (of_blocks(lambda r, e: setattr(r.admission, "promised", 0)), "can ask for is miscounted"),
         (spoiler("w1", "status", Status.RUNNING), "waits as"),
         (spoiler("w1", "slot", 0), "waits and holds"),
         (spoiler("w1", "block_ids", [0]), "waits and holds"),
