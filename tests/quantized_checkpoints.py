@@ -72,17 +72,17 @@ def fp8(
     return pack
 
 
-def int8(group: int = 0, zeros: bool = False, of_all: bool = False, nothing: bool = False) -> Packer:
-    """`of_all`: one scale, without dimensions. `nothing`: zero points are there, and are 0."""
+def int8(group: int = 0, zeros: bool = False, together: int = 1, nothing: bool = False) -> Packer:
+    """`together`: rows with one scale, 0: all; a single one has no dimensions. `nothing`: zero points are there, and are 0."""
 
     def pack(rng: np.random.Generator, rows: int, columns: int) -> Packed:
-        wide, high = group or columns, rows if of_all else 1
+        wide, high = group or columns, together or rows
         data = rng.integers(-128, 128, (rows, columns), dtype=np.int8)
         scale = _t(_floats(rng, -(-rows // high), -(-columns // wide), high=0.01)).bfloat16()
         zero = rng.integers(-20, 20, scale.shape).astype(np.int8) * zeros
         matrix = (data - _spread(zero, high, wide, data.shape)) * _spread(scale.float().numpy(), high, wide, data.shape)
         tensors = {"weight": _t(data), "weight_scale": scale} | ({"weight_zero_point": _t(zero)} if zeros or nothing else {})
-        return {name: t.reshape(()) if t.numel() == 1 else t for name, t in tensors.items()}, _t(matrix)
+        return {name: t if together else t.reshape(t.shape if t.numel() > 1 else ()) for name, t in tensors.items()}, _t(matrix)
 
     return pack
 
@@ -132,12 +132,12 @@ def mxfp8(rng: np.random.Generator, rows: int, columns: int) -> Packed:
     return {"weight": data, "weight_scale": _t(scale)}, matrix
 
 
-def nvfp4(modelopt: bool = False) -> Packer:
+def nvfp4(modelopt: bool = False, group: int = 16) -> Packer:
     def pack(rng: np.random.Generator, rows: int, columns: int) -> Packed:
         data, values = _codes(rng, rows, columns)
-        scale, of_all = _e4m3(rng, rows, -(-columns // 16), scale=40).abs(), torch.tensor([0.0007 if modelopt else 1500.0])
+        scale, of_all = _e4m3(rng, rows, -(-columns // group), scale=40).abs(), torch.tensor([2.0**-11 if group == 32 else 0.0007 if modelopt else 1500.0])
         each = scale.float() * of_all if modelopt else scale.float() / of_all
-        matrix = values * _spread(each.numpy(), 1, 16, values.shape)
+        matrix = values * _spread(each.numpy(), 1, group, values.shape)
         names = ("weight", "weight_scale", "weight_scale_2") if modelopt else ("weight_packed", "weight_scale", "weight_global_scale")
         tensors = dict(zip(names, (data, scale, of_all.reshape(()) if modelopt else of_all), strict=True))
         return tensors | {"input_scale" if modelopt else "input_global_scale": torch.tensor([2.0])}, _t(matrix)
@@ -279,6 +279,18 @@ FORMATS: dict[str, Format] = {
     "modelopt-fp4-only": Format(
         {"quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"], "quant_method": "modelopt_fp4"}, nvfp4(True), ("fp4", "int8")
     ),
+    "modelopt-nvfp4-fp8": Format({"quant_algo": "W4A8_NVFP4_FP8", "ignore": ["lm_head"], "quant_method": "modelopt"}, nvfp4(True, 32), ("fp4", "int8")),
+    "modelopt-mxfp4": Format(
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A8_MXFP4_FP8", "group_size": 32, "exclude_modules": ["lm_head"]}},
+        renamed(mxfp4, weight_packed="weight"), ("fp4", "int8"), beside="hf_quant_config.json",
+    ),
+    "modelopt-int8": Format({"quant_algo": "W8A16", "ignore": ["lm_head"], "quant_method": "modelopt"}, int8(), ("int8", "int8")),
+    "sglang-mxfp8": Format({**_FP8, "quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}, renamed(mxfp8, weight_scale="weight_scale_inv"), ("fp8", "fp8")),
+    "mxfp8": Format({"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}, mxfp8, ("fp8", "fp8")),
+    "sglang-int8": Format({"quant_method": "w8a8_int8", "activation_scheme": "dynamic"}, int8(), ("int8", "int8")),
+    "sglang-int8-block": Format(
+        {**_FP8, "quant_method": "blockwise_int8", "weight_block_size": [128, 128]}, renamed(int8(128, together=128), weight_scale="weight_scale_inv"), ("int8", "int8"),
+    ),
     "awq": Format(_AWQ, awq(), ("int4", "int8")),
     "awq-old": Format({"w_bit": 4, "q_group_size": 48, "zero_point": False, "version": "GEMM"}, awq(48), ("int4", "int8"), beside="quant_config.json"),
     "gptq": Format(_GPTQ, gptq(), ("int4", "int8")),
@@ -306,7 +318,7 @@ FORMATS: dict[str, Format] = {
         quark([{"dtype": "fp4", "qscheme": "per_group", "group_size": 16, "scale_format": "float32", "symmetric": None}, {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}]),
         renamed(nvfp4(True), input_scale="input_scale_2"), ("fp4", "int8"),
     ),
-    "quark-int8": Format(quark({"dtype": "int8", "qscheme": "per_tensor", "symmetric": True}), int8(of_all=True, nothing=True), ("int8", "int8")),
+    "quark-int8": Format(quark({"dtype": "int8", "qscheme": "per_tensor", "symmetric": True}), int8(together=0, nothing=True), ("int8", "int8")),
     "quark-int8-asym": Format(quark({"dtype": "int8", "qscheme": "per_channel", "symmetric": False, "ch_axis": 0}), int8(zeros=True), ("int8", "int8")),
     "quark-int4": Format(quark({**_QUARK_INT4, "dtype": "int4", "symmetric": True}), renamed(awq(signed=True), **_QUARK_NAMES), ("int4", "int8")),
     "quark-uint4": Format(quark({**_QUARK_INT4, "dtype": "uint4", "symmetric": False}), renamed(awq(), **_QUARK_NAMES), ("int4", "int8")),

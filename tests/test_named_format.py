@@ -35,7 +35,7 @@ NAMED = {
     "auto-round": "auto-round inc gptq gptq_marlin moe_wna16 int4", "auto-round-awq": "auto-round inc awq awq_marlin moe_wna16 int4",
     "auto-round-mxfp4": "mxfp4 auto-round inc", "quark-fp8-rows": "fp8 quark", "quark-mxfp4": "mxfp4 quark", "quark-nvfp4": "quark", "quark-int8": "int8 quark",
     "quark-uint4": "awq awq_marlin moe_wna16 int4 quark",
-    "torchao-fp8": "fp8 torchao", "torchao-int8": "int8 torchao",
+    "mxfp8": "fp8", "torchao-fp8": "fp8 torchao", "torchao-int8": "int8 torchao",
 }  # fmt: skip
 
 

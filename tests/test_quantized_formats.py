@@ -375,7 +375,9 @@ GPTQ, AWQ, ROUND, ROUND_FP4, QUARK_INT4 = (FORMATS[name].config for name in ("gp
 @pytest.mark.parametrize(("quantization", "message"), [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes .* not supported: use the unquantized checkpoint with --quantization"),
     ({"quant_method": "mxfp4"}, "mxfp4 is of gpt-oss's experts only"),
-    ({"quant_method": "aqlm"}, "method 'aqlm', which is not supported: use the unquantized"),
+    ({"quant_method": "aqlm"}, r"method 'aqlm' \(entries of codebooks\), which is not supported: use the unquantized"),
+    ({"quant_method": "exl3", "bits": 3.0}, r"method 'exl3' \(ExLlama's own layout\), which is not supported: use"), ({"quant_method": "hqq"}, "method 'hqq', which is not supported"),
+    ({"group_size": 64, "bits": 4, "mode": "affine"}, "MLX's layout is that of Apple's machines, which is not supported: use the unquantized"),
     ({"bits": 4}, "method None"), ({"quant_method": ["gptq"]}, "method"), ([4], "wanted an object"),
     ({**GPTQ, "bits": 3}, "gptq quantization: bits is 3, wanted 4 or 8: use"), ({**GPTQ, "bits": 2}, "bits is 2"),
     ({**GPTQ, "bits": True}, "bits is True"), ({**GPTQ, "bits": None}, "bits is None"), ({**GPTQ, "group_size": 0}, "group_size is 0"),
@@ -429,6 +431,20 @@ def test_what_is_not_supported_says_why_and_what_instead(quantization, message: 
     model_config_from_hf(config)
     with pytest.raises(CheckpointError, match=message):
         model_config_from_hf({**config, "quantization_config": quantization})
+
+
+def test_older_files_of_mlx_say_so_elsewhere():
+    with pytest.raises(CheckpointError, match="MLX's layout is that of Apple's machines"):
+        quantization_of({"quantization": {"group_size": 64, "bits": 4}})
+    assert quantization_of({"quantization": "none"}) is quantization_of({"quantization": {}}) is None
+
+
+def test_integers_of_which_nothing_says_what_they_stand_for_are_no_floats(tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS["ct-int8"], **EVEN)
+    tiny.change(lambda tensors: [tensors.pop(name) for name in list(tensors) if name.endswith("weight_scale")])
+    (tiny.path / "config.json").write_text(json.dumps(tiny.config))
+    with pytest.raises(CheckpointError, match=r"_proj.weight' holds integers \(I8\), and config.json has no quantization_config"):
+        load(tiny.path)
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "ct-fp8-dynamic", "awq"])

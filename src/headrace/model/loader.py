@@ -26,7 +26,7 @@ from headrace.model.formats.gpt_oss_experts import gpt_oss_sources, is_random_mx
 from headrace.model.formats.quantized import quantization_of
 from headrace.model.formats.quantized_matrix import MatrixSource
 from headrace.model.formats.quantized_sources import quantized_sources
-from headrace.model.formats.tensor_file import TensorEntry
+from headrace.model.formats.tensor_file import INTEGERS, TensorEntry
 from headrace.model.gpt_oss import GPT_OSS
 from headrace.model.narrow import compact, fitted, quantized
 from headrace.model.narrow_loader import Source, load_matrices, narrow_sources, part_of
@@ -92,7 +92,7 @@ def with_quantized(source: Checkpoint, plan: list[WeightSpec]) -> dict[str, Sour
     if family_of(source.config) == GPT_OSS:
         return gpt_oss_sources(entries, plan)
     if quantization is None:
-        return dict(entries)
+        return _floats_alone(entries, plan)
     matrices = [(name, (rows, spec.shape[1])) for spec in plan if len(spec.shape) == 2 for name, rows in spec.sources]
     found = quantized_sources(entries, quantization, matrices)
     planned = {name for spec in plan for name, _ in spec.sources}
@@ -100,6 +100,15 @@ def with_quantized(source: Checkpoint, plan: list[WeightSpec]) -> dict[str, Sour
         if isinstance(found.get(name.removesuffix("bias") + "weight"), MatrixSource) and _is_zero(entries[name]):
             del found[name]  # AutoGPTQ wrote one for every layer
     return found
+
+
+def _floats_alone(entries: Mapping[str, TensorEntry], plan: list[WeightSpec]) -> dict[str, Source]:
+    """Raises CheckpointError for integers, of which nothing says what they stand for."""
+    for entry in (entries[name] for spec in plan for name, _ in spec.sources if name in entries):
+        if entry.encoding.name in INTEGERS:
+            why = "and config.json has no quantization_config that says what they stand for: a whole copy, or the floats"
+            raise CheckpointError(f"{entry.file}: the tensor {entry.name!r} holds integers ({entry.encoding.name}), {why}")
+    return dict(entries)
 
 
 def _is_zero(entry: TensorEntry) -> bool:

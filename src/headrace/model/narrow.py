@@ -128,7 +128,7 @@ def fitted(weight: Weight) -> Weight:
         if not group:
             return Weight(dequantized(weight, torch.float32))
         weight = _regrouped(weight, group)
-    if weight.scale_rows > 1 and (weight.scale_rows, weight.group) != (BLOCK, BLOCK):
+    if weight.scale_rows > 1 and (weight.kind, weight.scale_rows, weight.group) != ("fp8", BLOCK, BLOCK):
         weight = _scales_by_row(weight)
     return weight
 

@@ -32,7 +32,7 @@ _IMAGES = (  # and sounds
     "model.embed_audio.",
 )  # fmt: skip
 _OF_ALL = (
-    "quantization_config", "compression_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id",
+    "quantization_config", "compression_config", "quantization", "dtype", "torch_dtype", "bos_token_id", "eos_token_id",
 )  # fmt: skip
 _LISTS = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")  # of a quantization_config
 _Entry = TypeVar("_Entry")

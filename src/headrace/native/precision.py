@@ -65,7 +65,7 @@ def encoding_of_scheme(scheme: Scheme) -> str:
     match scheme.format:
         case "fp8":
             return "F8"
-        case "mxfp4":
+        case "mxfp4" | "nvfp4":
             return "Q8_0"  # twice e2m1 is an integer
         case "int8":
             return OTHER if scheme.zeros else "Q8_0"

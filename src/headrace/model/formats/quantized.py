@@ -25,6 +25,11 @@ _BESIDE = (  # where older tools wrote what config.json does not say, what is in
 _REFUSED: Mapping[str, str] = MappingProxyType({
     "bitsandbytes": "bitsandbytes weights are slow everywhere and made for training",
     "mxfp4": "mxfp4 is of gpt-oss's experts only, and this model has none",
+    "mlx": "MLX's layout is that of Apple's machines",
+})  # fmt: skip
+_KNOWN: Mapping[str, str] = MappingProxyType({  # of others, in a word
+    **dict.fromkeys(("exl2", "exl3"), "ExLlama's own layout"), "bitnet": "ternary weights", "fp_quant": "rotated weights",
+    **dict.fromkeys(("aqlm", "vptq", "quip", "higgs"), "entries of codebooks"),
 })  # fmt: skip
 
 
@@ -88,7 +93,9 @@ class Quantization:
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     """Of a parsed `config.json`; None: its weights are floats. Raises CheckpointError for what is not supported, and why."""
-    given = config.get("quantization_config") or config.get("compression_config")
+    given, mlx = config.get("quantization_config") or config.get("compression_config"), config.get("quantization")
+    if not given and isinstance(mlx, dict) and "bits" in mlx:
+        given = mlx
     if not given:
         return None
     if not isinstance(given, dict):
@@ -96,12 +103,14 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     if isinstance(inner := given.get("quantization"), dict):  # of ModelOpt's older files
         given = {**given, **inner}
     method = given.get("quant_method") or given.get("method") or ("modelopt" if "quant_algo" in given else None)
+    method = method or ("mlx" if {"bits", "group_size"} <= given.keys() else None)
     method = method.lower().replace("_tensors", "-tensors") if isinstance(method, str) else method
     parse = _METHODS.get(method) if isinstance(method, str) else None
     if method == "mxfp4" and not (config.get("num_local_experts") or config.get("num_experts")):
         parse = None
     if parse is None:
-        reason = _REFUSED.get(str(method), f"quantization_config has the method {method!r}")
+        known = f" ({_KNOWN[method]})" if isinstance(method, str) and method in _KNOWN else ""
+        reason = _REFUSED.get(str(method), f"quantization_config has the method {method!r}{known}")
         raise CheckpointError(f"config.json: {reason}, which is not supported: {INSTEAD}")
     if config.get("model_type") == "gpt_oss" and method != "mxfp4":
         told = f"quantization_config has the method {method!r}, and gpt-oss is read in mxfp4 alone"
@@ -127,13 +136,15 @@ def _everywhere(fields: Fields, scheme: Scheme, ignored: str) -> Quantization:
 
 
 def _fp8(fields: Fields) -> Quantization:
-    """Of Transformers, in blocks or of whole tensors; AutoFP8's and FBGEMM's. Static scales of activations are not used."""
+    """Of Transformers, in blocks or of whole tensors; AutoFP8's and FBGEMM's; SGLang's, of int8, too. Static scales of
+    activations are not used."""
     fields.one_of("fmt", "e4m3", "e4m3", "float8_e4m3fn")
     fields.one_of("activation_scheme", "dynamic", "dynamic", "static")
     block = fields.given.get("weight_block_size")
-    tile = None if block is None else _block(fields, "weight_block_size")
+    usual = (1, 32) if fields.where == "mxfp8" else None
+    tile = usual if block is None else _block(fields, "weight_block_size")
     lists = [name for name in ("modules_to_not_convert", "ignored_layers") if fields.given.get(name)]
-    return _everywhere(fields, Scheme("fp8", tile=tile), (lists or ["ignored_layers"])[0])
+    return _everywhere(fields, Scheme("int8" if "int8" in fields.where else "fp8", tile=tile), (lists or ["ignored_layers"])[0])
 
 
 def _block(fields: Fields, name: str) -> tuple[int, int]:
@@ -327,6 +338,8 @@ _MODELOPT: Mapping[str, Scheme] = MappingProxyType({
     "fp8": Scheme("fp8", tile=(0, 0)), "fp8_per_channel_per_token": Scheme("fp8", tile=(1, 0)),
     "fp8_pb_wo": Scheme("fp8", tile=(128, 128)), "mxfp8": Scheme("fp8", tile=(1, 32)),
     "nvfp4": Scheme("nvfp4", 4, (1, 16)), "w4a16_nvfp4": Scheme("nvfp4", 4, (1, 16)),
+    "w4a8_nvfp4_fp8": Scheme("nvfp4", 4, (1, 32)), "mxfp4": Scheme("mxfp4", 4, (1, 32)),
+    "w4a8_mxfp4_fp8": Scheme("mxfp4", 4, (1, 32)), "w8a16": Scheme("int8", tile=(1, 0)),
 })  # fmt: skip
 
 
@@ -382,7 +395,7 @@ def _tile(weights: Fields, name: str) -> tuple[int, int]:
 
 
 _METHODS: Mapping[str, Callable[[Fields], Quantization]] = MappingProxyType({
-    "fp8": _fp8, "fbgemm_fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq,
-    "auto-round": _auto_round, "modelopt": _modelopt, "modelopt_fp4": _modelopt, "mxfp4": _mxfp4,
-    "quark": _quark, "torchao": _torchao,
+    **dict.fromkeys(("fp8", "fbgemm_fp8", "mxfp8", "w8a8_fp8", "w8a8_int8", "blockwise_int8"), _fp8),
+    "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt, "mxfp4": _mxfp4, "quark": _quark, "torchao": _torchao,
 })  # fmt: skip

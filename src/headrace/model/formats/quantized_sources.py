@@ -19,8 +19,8 @@ Sources = dict[str, TensorEntry | MatrixSource]
 
 # Beside a weight, and not of it: what activations and caches are multiplied with, and sizes that are known.
 _UNUSED = (
-    ".input_scale", ".input_scale_2", ".input_zero_point", ".input_global_scale", ".activation_scale", ".output_scale",
-    ".output_zero_point", ".prob_output_scale", ".weight_shape",
+    ".input_scale", ".input_scale_2", ".input_scale_ub", ".input_zero_point", ".input_global_scale", ".activation_scale",
+    ".output_scale", ".output_zero_point", ".prob_output_scale", ".weight_shape",
     ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale", ".k_zero_point", ".v_zero_point",
     ".kv_cache_scaling_factor",
 )  # fmt: skip

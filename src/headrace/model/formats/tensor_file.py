@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 FLOATS = ("F32", "F16", "BF16")  # encodings in which matrices are not quantized
+INTEGERS = ("I8", "U8", "I32", "I64", "BOOL")
 
 
 @dataclass(frozen=True, slots=True)
