@@ -11,12 +11,12 @@ equally exact are 0.03 apart), and those of 20 replays, which must be the same b
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from about import write
 from gpu_decode import BF16, BLOCK, DEVICE, MAX_LEN, MODELS, TIED, Cache, Input, capture, graph_ms, kinds, random_weights, say
 from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.takes import usual_kinds
@@ -117,7 +117,7 @@ def main() -> None:
             say(f"    apart {float((logits - other).float().norm() / other.float().norm()):.4f}")
     if args.json:
         said = {"model": args.model, "rank": args.rank, "context": args.context, "ms": found}
-        args.json.write_text(json.dumps(said, indent=1))
+        write(args.json, said)
 
 
 if __name__ == "__main__":

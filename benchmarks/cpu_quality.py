@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import torch
 from safetensors.torch import save_file
 
-from cpu_peers import MODES, cpu_name
+from about import write
+from cpu_peers import MODES
 from headrace import LLM
 from headrace.config import EngineConfig
 from headrace.model.checkpoint import resolve_checkpoint
@@ -93,10 +93,8 @@ def main() -> None:
     for mode, summary in results.items():
         print(f"| {mode} | " + " | ".join(f"{value:.5g}" for value in summary.values()) + " |")
     if args.out:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
         model = Path(args.model).name if args.model else "SmolLM2-135M-Instruct"
-        document = {"model": model, "cpu": cpu_name(), "commit": commit, "length": args.length, "modes": results}
-        Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
+        write(args.out, {"model": model, "length": args.length, "modes": results})
 
 
 if __name__ == "__main__":

@@ -9,16 +9,15 @@ rows sorted by expert, torch's grouped product, and the sum; of float weights, h
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from about import write
 from gpu_kernels import DEVICE, ceilings, graph_micros
 from headrace.kernels import experts_triton
 from headrace.model.weight import Weight, pack_int4
@@ -125,7 +124,7 @@ def main() -> None:
     rows = [entry for name in args.layers or LAYERS for entry in measure(LAYERS[name], args.rows, bandwidth, rate)]
     if args.json:
         found = {"card": card, "read_gbs": bandwidth, "copy_gbs": copy, "matmul_tflops": rate, "rows": rows}
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+        write(args.json, found)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from about import write
 from experts import reading
 from gpu_decode import DEVICE, Cache, Input, capture, graph_ms, numbers, say
 from headrace.fast_decode import forward
@@ -203,8 +204,7 @@ def main() -> None:
         found = [step.measure(rows, bandwidth, args.replays) for rows in args.rows]
         lines = {rows: step.timeline(rows) for rows in args.timeline}
     if args.json:
-        card = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "read_gbs": bandwidth}
-        args.json.write_text(json.dumps(card | {"steps": found, "timeline_us": lines}, indent=1) + "\n")
+        write(args.json, {"read_gbs": bandwidth, "steps": found, "timeline_us": lines})
 
 
 if __name__ == "__main__":

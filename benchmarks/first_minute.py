@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
+from about import write
+
 HEADRACE = [sys.executable, "-m", "headrace.cli"]
 LOADS = ((1, 6), (64, 256), (1, 6), (64, 256), (16, 64))  # streams at once, requests
 FEWEST = 8  # steps that make a median
@@ -168,7 +170,7 @@ def main() -> int:
     print(f"the longest step is {worst:.1f} x the median of its kind")
     if args.out:
         result = {"model": args.model, "ready_s": round(server.ready_after, 2), "seconds": args.seconds, "kinds": found}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(args.out, result)
     return int(worst > args.limit or not kinds)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from about import write
 from adapters import write_adapter
 from fuzz_requests import ALONE, MODEL, Drawn
 from fuzzing import Fuzzed, fuzz
@@ -93,7 +94,7 @@ def main() -> int:
     for fault in fuzzed.faults:
         print(f"FAULT {fault}")
     if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+        write(args.out, result)
     return 1 if fuzzed.faults else 0
 
 

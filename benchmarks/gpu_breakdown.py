@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from about import about
 from gpu_decode import (
     BF16,
     BLOCK,
@@ -156,7 +157,7 @@ def main() -> None:
     args = parser.parse_args()
     machine = measure_limits(DEVICE, BF16)
     say(f"{torch.cuda.get_device_name(0)}: copy {machine.bandwidth / 1e9:.0f} GB/s, {machine.flops / 1e12:.0f} TFLOP/s")
-    results: list[dict] = [{"copy_gbs": machine.bandwidth / 1e9, "tflops": machine.flops / 1e12}]
+    results: list[dict] = [about() | {"copy_gbs": machine.bandwidth / 1e9, "tflops": machine.flops / 1e12}]
     for step in filter(None, args.steps.split(",")):
         name, rows = step.split(":")
         decode(name, int(rows), args.context, args.layers, machine.bandwidth / 1e9, results, args.path)

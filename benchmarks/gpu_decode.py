@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tile_search
+from about import about
 from echo_group import EchoGroup
 from headrace.cache.kv_cache import KVCache
 from headrace.fast_decode import tiles as decode_tiles
@@ -614,7 +615,7 @@ def run(args: argparse.Namespace, compiled: Callable[[str, bool], None]) -> list
     results: list[dict] = []
     card = torch.cuda.get_device_name(0)
     gbs = measure_limits(DEVICE, BF16).bandwidth / 1e9
-    results.append({"kind": "card", "name": card, "copy_gbs": gbs, "torch": torch.__version__})
+    results.append(about() | {"kind": "card", "name": card, "copy_gbs": gbs})
     say(f"{card}: copy {gbs:.0f} GB/s")
     for position, name in enumerate(args.models):
         gc.collect()

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import torch
 
+from about import write
 from headrace.cache.state_pool import LayerStates
 from headrace.config import EngineConfig
 from headrace.engine.build import build_engine
@@ -162,7 +163,7 @@ def main() -> None:
             for name, value in part.items():
                 print(f"{name}: {value:.3f}", flush=True)
     if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+        write(args.out, result)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,15 @@ before it. Tracing itself slows the launches, so the second pass is an upper bou
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from about import write
 from headrace.config import EngineConfig
 from headrace.engine.build import Engine, build_engine
 from headrace.engine.messages import EngineRequest
@@ -64,8 +63,7 @@ def main() -> None:
         print(line(rows[-1]), flush=True)
     if args.out:
         card = torch.cuda.get_device_name() if engine.device.type == "cuda" else "CPU"
-        document = {"card": card, "torch": torch.__version__, "dtype": str(engine.dtype), **vars(args), "results": rows}
-        Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
+        write(args.out, {"card": card, "dtype": str(engine.dtype), **vars(args), "results": rows})
 
 
 def steady(engine: Engine, batch: int, args: argparse.Namespace, tokens: int) -> dict[str, Any]:

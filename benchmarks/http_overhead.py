@@ -30,6 +30,8 @@ from typing import Any
 
 import uvloop
 
+from about import about, write
+
 HERE = Path(__file__).parent
 SRC = HERE.parent / "src"
 CHUNK = b'data: {"id":"cmpl-0a8c8b5ce1df4288a7a0b473fb64079d","object":"text_completion","created":1795833734,"model":"m","choices":[{"index":0,"text":" water","logprobs":null,"finish_reason":null}]}\n\n'  # noqa: E501
@@ -253,11 +255,8 @@ def main() -> int:
     args = parser.parse_args()
     results = model_run(args) if args.model_run else overhead(args)
     if args.out:
-        machine = {"cpus": os.cpu_count(), "load_average": os.getloadavg(), "python": sys.version.split()[0]}
-        machine |= {name: version(name) for name in ("uvicorn", "uvloop", "httptools", "pyzmq", "msgspec")}
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-        found = {"machine": machine, "commit": commit or None, "step_ms": args.step_ms, "results": results}
-        Path(args.out).write_text(json.dumps(found, indent=1) + "\n")
+        more = {name: version(name) for name in ("uvicorn", "uvloop", "httptools", "pyzmq", "msgspec")}
+        write(args.out, {"versions": about()["versions"] | more, "step_ms": args.step_ms, "results": results})
     return 0
 
 

@@ -10,16 +10,16 @@ its launch: the device had nothing to do. The second repeat shows what the first
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
+from about import write
 from headrace import LLM
 from headrace.model.checkpoint import resolve_checkpoint
 from headrace.scheduler.plan import StepPlan
 from headrace_bench.engine import Bench, shape_directory, shown
-from headrace_bench.roofline import Limits, measure_limits
+from headrace_bench.roofline import Limits, measure_limits, multiplies_fp8
 
 SIZES = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # rows of decode steps are told apart up to these
 SLOWEST = 12
@@ -89,7 +89,8 @@ def main() -> None:
     runs = []
     with LLM(shape_directory(args.config), **options) as llm:
         assert llm.engine is not None
-        machine = measure_limits(llm.engine.device, llm.engine.dtype, cards)
+        fp8 = multiplies_fp8(llm.engine.device, args.quantization)
+        machine = measure_limits(llm.engine.device, llm.engine.dtype, cards, fp8)
         own_head = not resolve_checkpoint(llm.engine.config).ties_head(llm.engine.model.family)
         fp8_cache = args.kv_cache_dtype == "fp8"
         limits = Limits(llm.engine.model, llm.engine.dtype, machine, args.quantization, fp8_cache, own_head=own_head)
@@ -108,7 +109,7 @@ def main() -> None:
                 print(f"    step {number}: " + ", ".join(values))
             runs.append({"result": result, "kinds": kinds, "slowest": [{"step": n, **step} for n, step in slowest]})
     if args.out:
-        args.out.write_text(json.dumps({"machine": machine.as_dict(), "model": args.config, "runs": runs}, indent=1) + "\n")
+        write(args.out, {"machine": machine.as_dict(), "model": args.config, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import subprocess
@@ -26,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from about import write
 from http_overhead import Process, http_request, serve_command
 
 VIEWER = """
@@ -132,11 +132,7 @@ def main() -> int:
     cpu = median["cpu_per_1000_tokens"]["open"] / median["cpu_per_1000_tokens"]["closed"] - 1
     print(f"{args.streams} streams, looked at: {cost:+.1%} of the tokens per second lost, {cpu:+.1%} CPU; {means}")
     if args.out:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-        machine = {"cpus": os.cpu_count(), "load_average": os.getloadavg(), "python": sys.version.split()[0]}
-        report = {"machine": machine, "commit": commit or None, "options": vars(args), "median": median, "lost": cost}
-        report["seen"] = means
-        Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
+        write(args.out, {"options": vars(args), "median": median, "lost": cost, "seen": means})
     return 0
 
 

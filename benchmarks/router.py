@@ -19,18 +19,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import random
 import statistics
 import time
 import tracemalloc
 from array import array
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from about import write
 from headrace.cache.block_pool import BlockPool
 from headrace.cache.events import BlockEvents, Stored, block_hashes
 from headrace.cache.radix_tree import RadixTree
@@ -151,10 +149,7 @@ def main() -> None:
         )
     )
     if args.json:
-        machine = {"machine": platform.machine(), "processor": platform.processor(), "python": platform.python_version()}
-        Path(args.json).write_text(
-            json.dumps({**machine, "unit": "microseconds of processor time", "rows": rows, "notes": notes}, indent=1)
-        )
+        write(args.json, {"unit": "microseconds of processor time", "rows": rows, "notes": notes})
 
 
 if __name__ == "__main__":

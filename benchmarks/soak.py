@@ -11,7 +11,6 @@ compiler (for the clock).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from about import write
 from chaos import Chaos
 from server_driver import ServerProcess
 from soak_faults import Clock, small_disk, stall
@@ -78,7 +78,7 @@ def main() -> int:
     for fault in report.faults:
         print(f"FAULT {fault}")
     if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+        write(args.out, result)
     return 1 if report.faults else 0
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from about import write
 from engine_driver import make_core
 from headrace.engine.core import EngineCore
 from headrace.native.forward import NativeDecoder
@@ -64,7 +65,7 @@ def main() -> int:
     for fault in soak.differing[:10]:
         print(fault)
     if args.out:
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
+        write(args.out, result)
     return 1 if soak.differing else 0
 
 

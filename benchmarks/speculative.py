@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from about import write
 from headrace import LLM, SamplingParams
 from headrace.engine.messages import EngineRequest
 from headrace.kernels.prepare import Rows
@@ -224,8 +225,7 @@ def main() -> None:
         args.out = Path(__file__).parent / "results" / f"speculative-{Path(args.config).stem}.json"
     results = on_shape(args) if args.config else on_text(args)
     if args.out:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        args.out.write_text(json.dumps({"device": device, "torch": torch.__version__, "results": results}, indent=1) + "\n")
+        write(args.out, {"results": results})
 
 
 if __name__ == "__main__":

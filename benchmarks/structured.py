@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from about import write
 from headrace.config import EngineConfig
 from headrace.engine.build import build_engine
 from headrace.engine.core import EngineCore
@@ -138,7 +139,7 @@ def main() -> None:
     }  # fmt: skip
     print(f"slowdown of a step with {half} of {args.running} constrained: {result['slowdown_percent']} percent")
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1))
+        write(args.json, result)
 
 
 if __name__ == "__main__":

@@ -63,13 +63,11 @@ def run(args: argparse.Namespace) -> int:
         options |= {"model": shape_directory(args.config), "load_format": "dummy"}
     if args.what == "startup":
         return report(args, [shown(startup(args, options))], {})
-    import torch
-
     from headrace import LLM
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.formats.quantized import quantization_of
     from headrace_bench.prompts import PromptBench
-    from headrace_bench.roofline import FP8, Limits, dtype_of_products, held_as, measure_limits, sustained_flops
+    from headrace_bench.roofline import FP8, Limits, dtype_of_products, held_as, measure_limits, multiplies_fp8, sustained_flops
 
     options.setdefault("skip_tokenizer_init", True)
     options.setdefault("max_model_len", default_length(args, options))
@@ -84,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         source = resolve_checkpoint(config)
         quantization = config.quantization or held_as(quantization_of(source.config), source.format == "dummy")
         device, products = llm.engine.device, dtype_of_products(llm.engine.model, llm.engine.dtype, reading)
-        fp8 = on_cards and quantization == "fp8" and torch.cuda.get_device_capability(device) >= (8, 9)
+        fp8 = multiplies_fp8(device, quantization)
         measured = measure_limits(device, products, cards, fp8)
         if on_cards:  # now, as the card has time to cool down until the first workload
             kept = sustained_flops(device, products), sustained_flops(device, FP8) if fp8 else 0.0

@@ -91,6 +91,11 @@ def measure_limits(device: torch.device, dtype: torch.dtype, cards: int = 1, fp8
     return machine
 
 
+def multiplies_fp8(device: torch.device, quantization: str | None) -> bool:
+    """Whether it can multiply weights that are kept so by FP8."""
+    return device.type == "cuda" and quantization == "fp8" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def product(device: torch.device, dtype: torch.dtype, width: int) -> Callable[[], object]:
     """One of two matrices of so many rows and columns."""
     a = torch.randn(width, width, device=device).to(dtype)
