@@ -28,7 +28,8 @@ def about() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return {**machine, "load_average": os.getloadavg()[0], "versions": versions, "commit": commit_of_source(), "command": command}
+    found = {"load_average": os.getloadavg()[0], "versions": versions, "commit": commit_of_source(), "command": command}
+    return machine | found
 
 
 def cpu_name() -> str:
