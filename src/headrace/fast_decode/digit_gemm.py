@@ -69,7 +69,7 @@ C_DIGITS = gl.constexpr("=&r,=&r,=&r,=&r,r,r,r,r")
 
 
 @gluon.jit
-def _pieces(x, COUNT: gl.constexpr, LEVELS: gl.constexpr, THREADS: gl.constexpr, one: gl.constexpr):
+def split_registers(x, COUNT: gl.constexpr, LEVELS: gl.constexpr, THREADS: gl.constexpr, one: gl.constexpr):
     """x [THREADS, COUNT], whose second axis lies in a thread's registers -> COUNT tensors [THREADS]."""
     parts = (x,)
     for level in gl.static_range(LEVELS):
@@ -167,7 +167,7 @@ def _operands(words, WARPS: gl.constexpr, one: gl.constexpr, held: gl.constexpr)
             # [warp, group's parity, place, quarter, digit, twice] -> [warp, twice, digit, quarter, register]
             codes = gl.permute(gl.reshape(gl.join(codes, codes), [WARPS, 2, 4, 4, 4, 2]), (0, 5, 4, 3, 1, 2))
             codes = gl.convert_layout(gl.reshape(codes, [WARPS, 2, 4, 4, 8]), held)
-            parts = parts + (_pieces(gl.reshape(codes, [THREADS, 8]), 8, 3, THREADS, one),)
+            parts = parts + (split_registers(gl.reshape(codes, [THREADS, 8]), 8, 3, THREADS, one),)
     operands = ()
     for j in gl.static_range(4):
         low, high = parts[j // 2 * 2], parts[j // 2 * 2 + 1]
@@ -259,7 +259,7 @@ def _digit_kernel(
             loaded = w_ring.index(i % STAGES * 2 + half).load(words_of)
             # warp, segment, row's bits, group of the segment, quarter, word -> thread, group, word
             loaded = gl.permute(gl.reshape(loaded, [WARPS, 2, 2, 2, 2, 2, 4, 4]), (0, 3, 4, 2, 6, 1, 5, 7))
-            words = words + (_pieces(gl.reshape(loaded, [THREADS, 16]), 16, 4, THREADS, one),)
+            words = words + (split_registers(gl.reshape(loaded, [THREADS, 16]), 16, 4, THREADS, one),)
         if i + AHEAD < STEPS:
             found = _load_factors(
                 scales_ptr, zeros_ptr, places, (i + AHEAD) % TILES * APART * GROUPS + (i + AHEAD) // TILES * IN_PHASE, ZEROS

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from headrace.fast_decode.digit_gemm import _pieces
+from headrace.fast_decode.digit_gemm import split_registers
 from headrace.fast_decode.digit_tile import IN_PHASE, WARPS, DigitTile
 from headrace.fast_decode.epilogues import Plan, sumsq_block
 from headrace.fast_decode.ring_gemm import column_parameters, ring_barriers
@@ -46,7 +46,7 @@ def _spread(kept, like: gl.constexpr, WARPS: gl.constexpr, one: gl.constexpr):
     found = kept.load(gl.SliceLayout(3, like))[:, :, :, None]
     found = found + gl.full([2, 8, 4 * WARPS, 4], 0, found.dtype, like)
     found = gl.permute(gl.reshape(found, [2, 2, 2, 2, WARPS, 4, 4]), (4, 2, 3, 1, 6, 0, 5))  # row's bits as g's
-    return _pieces(gl.reshape(found, [32 * WARPS, 8]), 8, 3, 32 * WARPS, one)
+    return split_registers(gl.reshape(found, [32 * WARPS, 8]), 8, 3, 32 * WARPS, one)
 
 
 @gluon.jit
@@ -159,7 +159,7 @@ def _nibble_kernel(
             loaded = gl.reshape(w_ring.index(i % STAGES).load(words_of), [WARPS, 2, 2, 2, 2, 2, 2, 4, 4])
             # warp, segment, half, row's bits, part of the segment, quarter, word -> thread, half, group, word
             loaded = gl.reshape(gl.permute(loaded, (0, 4, 5, 3, 7, 2, 1, 6, 8)), [THREADS, 32])
-            words = _pieces(loaded, 32, 5, THREADS, one)
+            words = split_registers(loaded, 32, 5, THREADS, one)
             scales = _spread(s_kept.index(i), factors_of, WARPS, one)
             if ZEROS:
                 zeros = _spread(z_kept.index(i), factors_of, WARPS, one)
