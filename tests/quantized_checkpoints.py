@@ -299,6 +299,7 @@ FORMATS: dict[str, Format] = {
     "gptq-8": Format({**_GPTQ, "bits": 8}, gptq(8), ("int8", "int8")),
     "gptq-dynamic": Format({**_GPTQ, "dynamic": {r"+:.*\.down_proj": {"bits": 8}}}, gptq(8), ("int8", "int8")),
     "auto-round": Format({**_AUTO_ROUND, "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}}, gptq(), ("int4", "int8")),
+    "auto-round-gptqmodel": Format({**_AUTO_ROUND, "sym": False, "packing_format": "auto_round:gptqmodel"}, gptq(v2=True), ("int4", "int8")),
     "auto-round-mxfp4": Format({**_ROUND_FP, "data_type": "mx_fp", "bits": 4}, mxfp4, ("fp4", "int8")),
     "auto-round-mxfp8": Format({**_ROUND_FP, "data_type": "mx_fp", "bits": 8}, mxfp8, ("fp8", "fp8")),
     "auto-round-nvfp4": Format({**_ROUND_FP, "data_type": "nv_fp", "bits": 4, "group_size": 16}, nvfp4(), ("fp4", "int8")),

@@ -45,7 +45,9 @@ from headrace.model.decoder_weights import MATRICES
 from headrace.model.families import model_config_from_hf
 from headrace.model.loader import load_model
 from headrace.model.shard import Shard
+from headrace.model.weight import Weight
 from headrace.scheduler.config import SchedulerStats
+from quantized_checkpoints import FORMATS, Tiny, int8, quark, write_quantized
 from server_driver import until
 from tiny_models import write_shape, write_tiny
 
@@ -601,3 +603,39 @@ def test_a_file_of_narrow_matrices_with_a_tied_head(smollm2) -> None:
         made, real = getattr(played.layers[0], name), getattr(loaded.layers[0], name)
         assert (made.kind, made.group, made.data.shape) == (real.kind, real.group, real.data.shape) and made.kind != "float"
     assert (played.lm_head.kind, played.lm_head.shape) == (loaded.lm_head.kind, loaded.lm_head.shape)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_narrow_matrices_of_a_file_are_known_without_reading_them_all(name: str, tmp_path: Path) -> None:
+    check_forms(write_quantized(tmp_path / "model", FORMATS[name], **SIZES))
+
+
+def test_layers_with_zero_points_beside_some_whose_zero_points_are_nothing(tmp_path: Path) -> None:
+    """Their tensors have the same types and shapes: the config alone tells them apart."""
+    without, having = ({"dtype": "int8", "qscheme": "per_channel", "symmetric": symmetric, "ch_axis": 0} for symmetric in (True, False))
+
+    def packer_of(module: str):
+        return None if not module.endswith("_proj") else int8(zeros=True) if ".1." in module else int8(nothing=True)
+
+    tiny = write_quantized(tmp_path / "model", FORMATS["quark-int8"], packer_of=packer_of, num_hidden_layers=2, **SIZES)
+    tiny.configure(quark(without, **{"layers.1.*": having}))
+    check_forms(tiny)
+
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
+
+
+def check_forms(tiny: Tiny) -> None:
+    checkpoint = resolve_checkpoint(EngineConfig(model=str(tiny.path)))
+    config = model_config_from_hf(checkpoint.config)
+    _, played = weights_without_data(checkpoint, config, torch.bfloat16, None)
+    loaded = load_model(checkpoint, config, torch.bfloat16, torch.device("cpu"), narrow=True)
+    assert len(played.layers) == len(loaded.layers)  # of the same form one would be played for all
+    for made, real in zip(played.layers, loaded.layers, strict=True):
+        for matrix in MATRICES:
+            assert form_of(getattr(made, matrix)) == form_of(getattr(real, matrix)), matrix
+
+
+def form_of(weight: Weight) -> tuple:
+    tensors = [None if t is None else (t.dtype, t.shape) for t in (weight.data, weight.scales, weight.zeros)]
+    return weight.kind, weight.group, weight.scale_rows, *tensors

@@ -30,7 +30,7 @@ NATIVE = {  # what each is kept as
     "ct-fp8-static": "F8", "ct-fp8-block": "F8", "ct-fp8-naive": "F8", "ct-int8": "Q8_0", "ct-int8-naive": "F16", "ct-pack4": "Q4_0",
     "ct-pack4-channel": "Q4_0", "ct-pack4-asym": "F16", "ct-pack8-asym": "F16", "ct-mxfp4": "Q8_0", "ct-nvfp4": "F16",
     "ct-mxfp8": "F8", "modelopt-mxfp8": "F8", "modelopt-fp8-rows": "F8", "modelopt-fp8-block": "F8", "modelopt-fp4-only": "F16", "modelopt-nvfp4": "F16", "awq": "Q4_Z", "awq-old": "F16", "gptq": "Q4_Z", "gptq-old": "Q4_Z", "gptq-v2": "Q4_Z", "gptq-8": "F16",
-    "gptq-dynamic": "F16", "auto-round": "Q4_Z", "auto-round-awq": "Q4_Z", "auto-round-mxfp4": "Q8_0", "auto-round-mxfp8": "F8",
+    "gptq-dynamic": "F16", "auto-round": "Q4_Z", "auto-round-awq": "Q4_Z", "auto-round-gptqmodel": "Q4_Z", "auto-round-mxfp4": "Q8_0", "auto-round-mxfp8": "F8",
     "auto-round-nvfp4": "F16", "auto-round-fp8": "F8", "auto-round-fp8-block": "F8", "quark-fp8": "F8", "quark-fp8-rows": "F8", "quark-fp8-block": "F8",
     "quark-mxfp4": "Q8_0", "quark-nvfp4": "F16", "quark-int8": "Q8_0", "quark-int8-asym": "F16", "quark-int4": "Q4_0", "quark-uint4": "Q4_Z",
     "quark-awq": "Q4_0", "modelopt-nvfp4-fp8": "Q8_0", "modelopt-mxfp4": "Q8_0", "modelopt-int8": "Q8_0", "sglang-mxfp8": "F8", "mxfp8": "F8",

@@ -116,11 +116,12 @@ def _of_one(spec: WeightSpec, experts: int) -> WeightSpec:
 
 
 def _form(source: Source) -> tuple:
-    """What is known of a source by its file's header."""
+    """What is known of a source by its file's header, and by config.json."""
     parts = getattr(source, "parts", None)
     if parts is None:
         return (source.encoding.name,)  # type: ignore[union-attr]
-    return tuple((role, part.entry.encoding.name, part.entry.shape) for role, part in parts.items())
+    held = tuple((role, part.entry.encoding.name, part.entry.shape) for role, part in parts.items())
+    return (getattr(source, "scheme", None), *held)
 
 
 def _without_data(weight: Weight, rows: int) -> Weight:

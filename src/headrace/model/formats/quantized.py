@@ -219,10 +219,11 @@ _MX_FP, _NV_FP = ("mx_fp", "mx_fp4", "mx_fp8", "mx_fp_rceil"), ("nv_fp", "nv_fp4
 
 def _auto_round_integers(fields: Fields) -> Scheme:
     fields.one_of("backend", "auto", "auto")  # older ones pack otherwise
-    packing = fields.one_of("packing_format", "auto_round:auto_gptq", "auto_round:auto_gptq", "auto_round:auto_awq")
-    awq, group = packing.endswith("awq"), fields.count("group_size")
+    kinds = ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round:auto_awq")  # the second is GPTQ's version 2
+    packing = fields.one_of("packing_format", kinds[0], *kinds)
+    awq, group = packing == kinds[2], fields.count("group_size")
     bits = fields.one_of("bits", None, *((4,) if awq else (4, 8)))
-    return Scheme("awq" if awq else "gptq", bits, (1, group), zeros=True, zero_offset=0 if awq else 1)
+    return Scheme("awq" if awq else "gptq", bits, (1, group), zeros=True, zero_offset=1 if packing == kinds[0] else 0)
 
 
 def _quark(fields: Fields) -> Quantization:
