@@ -72,14 +72,15 @@ def fp8(
     return pack
 
 
-def int8(group: int = 0, zeros: bool = False, together: int = 1, nothing: bool = False) -> Packer:
+def int8(group: int = 0, zeros: bool = False, together: int = 1, nothing: bool = False, bits: int = 8) -> Packer:
     """`together`: rows with one scale, 0: all; a single one has no dimensions. `nothing`: zero points are there, and are 0."""
+    half = 1 << (bits - 1)
 
     def pack(rng: np.random.Generator, rows: int, columns: int) -> Packed:
         wide, high = group or columns, together or rows
-        data = rng.integers(-128, 128, (rows, columns), dtype=np.int8)
+        data = rng.integers(-half, half, (rows, columns), dtype=np.int8)
         scale = _t(_floats(rng, -(-rows // high), -(-columns // wide), high=0.01)).bfloat16()
-        zero = rng.integers(-20, 20, scale.shape).astype(np.int8) * zeros
+        zero = rng.integers(-min(half, 20), min(half, 20), scale.shape).astype(np.int8) * zeros
         matrix = (data - _spread(zero, high, wide, data.shape)) * _spread(scale.float().numpy(), high, wide, data.shape)
         tensors = {"weight": _t(data), "weight_scale": scale} | ({"weight_zero_point": _t(zero)} if zeros or nothing else {})
         return {name: t if together else t.reshape(t.shape if t.numel() > 1 else ()) for name, t in tensors.items()}, _t(matrix)
@@ -261,6 +262,11 @@ FORMATS: dict[str, Format] = {
     "ct-fp8-naive": Format(compressed("naive-quantized", 8, "float", strategy="channel"), fp8((1, 0), vector=True), ("fp8", "fp8")),
     "ct-int8": Format(compressed("int-quantized", 8, strategy="channel"), int8(), ("int8", "int8")),
     "ct-int8-naive": Format(compressed("naive-quantized", 8, strategy="group", group_size=32, symmetric=False), int8(32, True), ("int8", "int8")),
+    "ct-int4-bytes": Format(compressed("int-quantized", 4, strategy="group", group_size=32), int8(32, bits=4), ("int4", "int8")),
+    "ct-int4-bytes-asym": Format(compressed("int-quantized", 4, strategy="channel", symmetric=False), int8(zeros=True, bits=4), ("int4", "int8")),
+    "ct-int4-bytes-block": Format(
+        compressed("naive-quantized", 4, strategy="block", block_structure=[64, 32], symmetric=False), int8(32, True, together=64, bits=4), ("int4", "int8"),
+    ),
     "ct-pack4": Format(compressed("pack-quantized", 4, strategy="group", group_size=32, actorder="weight"), packed(4, 32), ("int4", "int8")),
     "ct-pack4-channel": Format(compressed("pack-quantized", 4, strategy="channel"), packed(), ("int4", "int8")),
     "ct-pack4-asym": Format(
@@ -335,7 +341,7 @@ FORMATS: dict[str, Format] = {
     ),
     "torchao-intx": Format(
         torchao("Int8DynamicActivationIntxWeightConfig", **_INTX, weight_granularity=of_torchao("PerGroup", group_size=32), weight_mapping_type={"_data": "ASYMMETRIC"}),
-        renamed(int8(32, zeros=True), **_TORCHAO_NAMES), ("int8", "int8"),
+        renamed(int8(32, zeros=True, bits=4), **_TORCHAO_NAMES), ("int4", "int8"),
     ),
     "auto-round-awq": Format({**_AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, awq(), ("int4", "int8")),
 }  # fmt: skip

@@ -34,7 +34,8 @@ NATIVE = {  # what each is kept as
     "auto-round-nvfp4": "F16", "auto-round-fp8": "F8", "auto-round-fp8-block": "F8", "quark-fp8": "F8", "quark-fp8-rows": "F8", "quark-fp8-block": "F8",
     "quark-mxfp4": "Q8_0", "quark-nvfp4": "F16", "quark-int8": "Q8_0", "quark-int8-asym": "F16", "quark-int4": "Q4_0", "quark-uint4": "Q4_Z",
     "quark-awq": "Q4_0", "modelopt-nvfp4-fp8": "Q8_0", "modelopt-mxfp4": "Q8_0", "modelopt-int8": "Q8_0", "sglang-mxfp8": "F8", "mxfp8": "F8",
-    "sglang-int8": "Q8_0", "sglang-int8-block": "Q8_0", "torchao-fp8": "F8", "torchao-fp8-tensor": "F8", "torchao-int8": "Q8_0", "torchao-int8-group": "Q8_0", "torchao-intx": "F16",
+    "sglang-int8": "Q8_0", "sglang-int8-block": "Q8_0", "torchao-fp8": "F8", "torchao-fp8-tensor": "F8", "torchao-int8": "Q8_0", "torchao-int8-group": "Q8_0", "torchao-intx": "Q4_Z",
+    "ct-int4-bytes": "Q4_0", "ct-int4-bytes-asym": "Q4_Z", "ct-int4-bytes-block": "Q4_Z",
 }  # fmt: skip
 SMALL: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "num_kv_blocks": 64, "max_num_seqs": 4}
 

@@ -67,7 +67,7 @@ def encoding_of_scheme(scheme: Scheme) -> str:
             return "F8"
         case "mxfp4" | "nvfp4":
             return "Q8_0"  # twice e2m1 is an integer
-        case "int8":
+        case "int8" if scheme.bits == 8:
             return OTHER if scheme.zeros else "Q8_0"
     if scheme.bits == 8:  # of GPTQ the zero points say: it always has some
         return OTHER if scheme.zeros and scheme.format != "gptq" else "Q8_0"

@@ -293,10 +293,12 @@ def _torchao_scheme(config: Fields) -> Scheme:
     group = None
     if of is not None and (inside := tiles.inside(granularity)).one_of("_type", None, *_TORCHAO_TILES) == "pergroup":
         group = inside.inside("_data").count("group_size")
+    bits = 8
     if mapping:
         data.inside("intx_packing_format").one_of("_data", None, "unpacked_to_int8")
+        bits = 4 if data.inside("weight_dtype").given.get("_data") == "int4" else 8
     zeros = bool(mapping) and data.inside(mapping).one_of("_data", None, "symmetric", "asymmetric") != "symmetric"
-    return Scheme(layout, tile=None if group is None else (1, group), zeros=zeros)
+    return Scheme(layout, bits, None if group is None else (1, group), zeros)
 
 
 _TORCHAO_TILES = ("pertensor", "perrow", "peraxis", "pergroup")

@@ -1,15 +1,19 @@
-"""FP8 (e4m3) and int8 weights with scales of the whole tensor, a row, a group of columns or a block."""
+"""FP8 (e4m3) and integers of 8 and 4 bits, a byte each, with scales of the whole tensor, a row, a group or a block."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
+from headrace.errors import CheckpointError
 from headrace.model.formats.blocks import powers_of_two
 from headrace.model.formats.quantized import Scheme
 from headrace.model.formats.quantized_matrix import Allowed, Read, Role, Rows, by_row, check_zeros, scale_role
 from headrace.model.formats.tensor_file import FLOATS
+from headrace.model.narrow import of_integers
 from headrace.model.weight import Kind, Weight
 
 _DATA = {"fp8": "F8_E4M3", "int8": "I8"}
@@ -41,6 +45,14 @@ def reader(scheme: Scheme, shape: tuple[int, int]) -> Read:
             check_zeros(parts["zero"], zeros)
             zeros = None
         kind: Kind = "fp8" if scheme.format == "fp8" else "int8"
-        return Weight(parts["data"].decoded(), scales, zeros, kind, group, 1 if len(scales) == count else rows)
+        together, data = 1 if len(scales) == count else rows, parts["data"].decoded()
+        if scheme.bits == 8:
+            return Weight(data, scales, zeros, kind, group, together)
+        values = data + 8
+        if (values >> 4).any():
+            held = f"{parts['data'].entry.name!r} holds numbers that do not fit into 4 bits, as which config.json has them"
+            raise CheckpointError(f"{parts['data'].entry.file}: {held}: another copy, or another version")
+        packed = of_integers(values.view(torch.uint8), scales, None if zeros is None else zeros + 8, group)
+        return replace(packed, scale_rows=together)
 
     return read
