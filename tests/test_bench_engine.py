@@ -20,6 +20,8 @@ from headrace import LLM, SamplingParams
 from headrace.cli import main
 from headrace.model.families import model_config_from_hf
 from headrace.model.formats.quantized import Modules, Quantization, Scheme, quantization_of
+from headrace.model.narrow import quantized
+from headrace.model.weight import smallest
 from headrace.worker.reading import Reading
 from headrace_bench import engine, prompts, roofline
 from headrace_bench.engine import Bench
@@ -351,6 +353,14 @@ def test_the_limit_of_a_quantized_file_counts_what_it_holds(name: str, kind: str
     floats, narrow = (Limits(config, torch.bfloat16, Machine("m", 1e9, 1e12), how) for how in (None, kind))
     head = 2 * config.vocab_size * config.hidden_size
     assert math.isclose((narrow.weight_bytes(1) - head) * 2, (floats.weight_bytes(1) - head) * NARROW_BYTES[kind])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_the_limit_of_weights_that_are_made_narrow_counts_what_they_take(kind: str):
+    """Zero points of int4 are bytes, and counted as two."""
+    weight = smallest(quantized(torch.randn(8, 8192, dtype=torch.bfloat16), kind))
+    held = sum(tensor.nbytes for tensor in weight.tensors) / (8 * 8192)
+    assert held - (4 / 8192 if kind != "int4" else 0) == NARROW_BYTES[kind], "of rows their scale is left out"
 
 
 def test_the_limit_of_random_weights_of_gpt_oss_counts_mxfp4():
