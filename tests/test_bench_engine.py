@@ -344,6 +344,7 @@ def test_limits_of_experts_count_those_that_are_touched(tmp_path):
 
 @pytest.mark.parametrize(("name", "kind"), [
     ("fp8-block", "fp8"), ("ct-fp8-dynamic", "fp8"), ("ct-int8", "int8"), ("awq", "int4"), ("gptq-8", "int8"), ("ct-pack4", "int4"), ("modelopt-nvfp4", "nvfp4"),
+    ("ct-int4-bytes", "int4"), ("quark-mxfp4", "fp4"),
 ])  # fmt: skip
 def test_the_limit_of_a_quantized_file_counts_what_it_holds(name: str, kind: str, tmp_path: Path):
     """Its head is floats. Random weights of the same config are floats, too."""

@@ -149,7 +149,7 @@ def _seconds(f: Callable[[], object], device: torch.device) -> float:
 NARROW_BYTES = {
     "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 3 / 128, "mxfp4": 0.5 + 2 / 32, "fp4": 0.5 + 2 / 32, "nvfp4": 0.5 + 4 / 16,
 }  # fmt: skip
-_HELD_AS = {"fp8": "fp8", "int8": "int8", "mxfp4": "fp4", "nvfp4": "nvfp4"}  # of a scheme's format; the others are integers
+_HELD_AS = {"fp8": "fp8", "mxfp4": "fp4", "nvfp4": "nvfp4"}  # of a scheme's format; the others are integers
 
 
 def held_as(stored: Quantization | None, dummy: bool) -> str | None:
