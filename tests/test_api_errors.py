@@ -561,3 +561,30 @@ def test_a_path_makes_one_line_of_the_log(api, caplog, path, said):
         assert api.request("GET", path).status_code == 404
     [line] = [record.getMessage() for record in caplog.records if record.name == "headrace.api.middleware"]
     assert f" GET {said} 404 " in line
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "hint"),
+    [
+        ("POST", "/v1/responses/compact", "compaction"), ("POST", "/v1/conversations", "previous_response_id"),
+        ("GET", "/v1/conversations/conv_1/items", "previous_response_id"), ("POST", "/v1/images/generations", ""),
+        ("POST", "/v1/responses/resp_1", ""), ("GET", "/v1/" + "x" * 5000, ""), ("POST", "/v1/chat/completion", ""),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_told_with_what_is(method, path, hint):
+    api = Api()
+    answer = api.request(method, path, json={})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["code"]) == (404, "not_found_error", "unknown_path")
+    said, _, served = error["message"].partition(" Served are ")
+    assert path[:60] in said and hint in said and len(said) < 300
+    paths = served.rstrip(".").split(", ")
+    assert {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/models"} < set(paths) == {p for p in paths if p.startswith("/v1/")}
+    assert all(api.request("OPTIONS", one).status_code in (403, 405) for one in paths), "each is there"
+
+
+def test_what_is_not_served_beside_the_apis_is_told_plainly():
+    api = Api()
+    assert api.request("GET", "/nothing").json()["error"]["message"] == "There is nothing at this path."
+    assert api.request("POST", "/api/nothing").json() == {"error": "There is nothing at this path."}
+    assert "/v1/messages" in api.request("POST", "/v1/messages/batches").json()["error"]["message"].partition("Served are")[2]

@@ -20,7 +20,7 @@ from headrace.api.chat_completions import chat_completions
 from headrace.api.completions import completions
 from headrace.api.config import ServerConfig
 from headrace.api.context import ApiContext
-from headrace.api.errors import ApiError, ClientGone, as_api_error
+from headrace.api.errors import ApiError, ClientGone, as_api_error, unknown_path
 from headrace.api.generate import generate
 from headrace.api.glass_hub import Glass
 from headrace.api.limits import Limits
@@ -159,9 +159,10 @@ def middleware_of(ctx: ApiContext) -> list[Middleware]:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods."""
     assert isinstance(error, HTTPException)
-    texts = {404: "There is nothing at this path.", 405: "This method is not allowed here."}
-    codes = {404: "unknown_path", 405: "method_not_allowed"}
-    status = error.status_code
-    text = texts.get(status, "The request cannot be answered.")
-    return ApiError(status, text, code=codes.get(status), headers=dict(error.headers or {})).response(request.scope)
+    if error.status_code == 404:
+        return unknown_path(request.scope).response(request.scope)
+    known = error.status_code == 405
+    text = "This method is not allowed here." if known else "The request cannot be answered."
+    code = "method_not_allowed" if known else None
+    return ApiError(error.status_code, text, code=code, headers=dict(error.headers or {})).response(request.scope)
 

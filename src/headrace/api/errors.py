@@ -57,6 +57,23 @@ class ApiError(Exception):
         return Response(body, self.status, headers=self.headers, media_type="application/json")
 
 
+NOT_SERVED = {  # paths of OpenAI's API, and what there is instead
+    "/v1/responses/compact": " (there is no compaction: whoever shortens a conversation sends what is left of it)",
+    "/v1/conversations": " (previous_response_id goes on from a response)",
+}
+
+
+def unknown_path(scope: Scope) -> ApiError:
+    """There is nothing at this path; of the APIs below /v1 what there is."""
+    path, text = scope["path"], "There is nothing at this path."
+    if path.startswith("/v1/"):
+        paths = dict.fromkeys(route.path for route in scope["app"].routes)
+        served = [one for one in paths if one.startswith("/v1/") and "{" not in one]
+        instead = next((told for begin, told in NOT_SERVED.items() if path.startswith(begin)), "")
+        text = f"There is nothing at {path[:100]}{instead}. Served are {', '.join(served)}."
+    return ApiError(404, text, code="unknown_path")
+
+
 class ClientGone(Exception):
     """The client closed its connection: there is nobody to answer."""
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace.api.context import ApiContext, new_id
-from headrace.api.errors import ApiError, allowed_only, invalid, unsupported
+from headrace.api.errors import ApiError, allowed_only, invalid, unknown_path, unsupported
 from headrace.api.limits import Ticket
 from headrace.api.response_store import ResponseStore, Stored, chain
 from headrace.api.responses_background import followed
@@ -176,4 +176,4 @@ def _json(value: Any) -> Response:
 
 async def nothing(ctx: ApiContext, request: Request) -> Response:
     """POST /v1/responses/compact and others that are not here."""
-    raise ApiError(404, "There is nothing at this path.", code="unknown_path")
+    raise unknown_path(request.scope)
