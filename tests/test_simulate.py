@@ -252,6 +252,14 @@ def test_a_step_reads_the_experts_that_its_rows_choose():
         roofline(card, model, torch.bfloat16, 3)
 
 
+def test_a_step_reads_keys_and_values_where_there_are_some():
+    """Of Qwen3.5-4B eight layers of 32, and of latent attention a row for all heads: all layers with keys and values of their
+    own were counted, and a quarter or half of the blocks had room."""
+    hybrid, latent = (roofline(CARDS["h200"], shape(name), torch.bfloat16, 1) for name in ("qwen3.5-4b", "glm-4.7-flash"))
+    assert hybrid.kv_bytes == 8 * 2 * 4 * 256 * 2 and hybrid.pair_flops == 4 * 8 * 16 * 256
+    assert latent.kv_bytes == 47 * (512 + 64) * 2 and latent.pair_flops == 4 * 47 * 20 * (192 + 64 + 256) // 2
+
+
 def test_many_steps_have_the_very_times_of_single_ones(tmp_path):
     model = shape("qwen3-0.6b")
     work = Work(12, 12, 5000, 0.0, 12, 0.3)

@@ -15,11 +15,12 @@ from types import MappingProxyType
 
 import torch
 
+from headrace.cache.kv_cache import KVCache
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError, ParameterError
 from headrace.model.config import ModelConfig
 from headrace.worker.memory_plan import captured_tokens
-from headrace_bench.roofline import Limits, Machine
+from headrace_bench.roofline import Limits, Machine, score_columns
 from headrace_bench.simulation.cost import Roofline
 
 Shares = tuple[tuple[int, float], ...]  # (rows, share of the limit)
@@ -114,7 +115,7 @@ def roofline(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int) -> 
         kv_bytes=kv_bytes(model, dtype, ranks),
         row_flops=2 * limits.parameters.of_row / ranks,
         head_flops=2 * model.vocab_size * model.hidden_size / ranks,
-        pair_flops=4 * model.q_size * model.num_layers / ranks,
+        pair_flops=4 * sum(score_columns(model).values()) / ranks,
         bandwidth=machine.bandwidth,
         flops=machine.flops,
         shares=measured.shares[nearest],
@@ -141,7 +142,7 @@ def check_ranks(model: ModelConfig, ranks: int) -> None:
 
 def kv_bytes(model: ModelConfig, dtype: torch.dtype, ranks: int) -> float:
     """Of one token on one rank: where there are more ranks than key-value heads, some have the same."""
-    return 2 * model.num_layers * model.kv_size * dtype.itemsize / min(ranks, model.num_kv_heads)
+    return KVCache.bytes_per_block(model, 1, dtype) / min(ranks, model.num_kv_heads)
 
 
 @dataclass(frozen=True, slots=True)
