@@ -53,7 +53,7 @@ class EngineConfig:
     ] | None = _engine(
         None,
         "what weights of floats become: fp8, int8 or int4 on a GPU, int8, int4 or bf16 on a CPU; none: decode a quantized file"
-        "; any other value, or one of these, may name what the file is, and changes nothing then",
+        "; a value that names what the file is already changes nothing",
         shown="as the file holds them",
     )  # fmt: skip
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = _engine(

@@ -35,13 +35,14 @@ def without_named_format(config: EngineConfig, checkpoint: Checkpoint) -> Engine
     if value in MADE:
         return config  # what becomes of floats; where there are none it is refused (options.py)
     allowed = "none" if names else ", ".join(MADE) + " (on a CPU int8, int4)"
-    this = f"is in {names[0]}, which needs no option" if names else "holds floats"
+    numbers = f" ({names[1]})" if names[1:] and names[1] != names[0] else ""
+    this = f"is in {names[0]}{numbers}, which needs no option" if names else "holds floats"
     why = f"{value} names a format of files, and this file {this}"
     raise ParameterError("quantization", value, f"{allowed}, or nothing for this model: {why}")
 
 
 def _names(checkpoint: Checkpoint) -> list[str]:
-    """What a quantized file goes by: its method, and where all of it is alike, its layout and the kind of its numbers."""
+    """What a quantized file goes by: its method, and where all of it is alike, the kind of its numbers and its layout."""
     if checkpoint.gguf is not None:
         return ["gguf"]
     quantization = quantization_of(checkpoint.config)
@@ -50,5 +51,5 @@ def _names(checkpoint: Checkpoint) -> list[str]:
     method, schemes = quantization.method.replace("modelopt_fp4", "modelopt"), quantization.schemes
     layouts = {"mxfp8" if (scheme.format, scheme.tile) == ("fp8", (1, 32)) else scheme.format for scheme in schemes}
     numbers = {scheme.format if "fp" in scheme.format else f"int{scheme.bits}" for scheme in schemes}
-    of_all = [[name, f"{method}_{name}"] for name in (layouts if len(layouts) == 1 else ())]
-    return [method, *sum(of_all, []), *(numbers if len(numbers) == 1 else ())]
+    of_all = [*layouts, *(f"{method}_{name}" for name in layouts)] if len(layouts) == 1 else []
+    return [method, *(numbers if len(numbers) == 1 else ()), *of_all]
