@@ -372,6 +372,17 @@ def test_what_a_file_says_of_the_cache_is_accepted(tmp_path: Path):
 GPTQ, AWQ, ROUND, ROUND_FP4, QUARK_INT4 = (FORMATS[name].config for name in ("gptq", "awq", "auto-round", "auto-round-mxfp4", "quark-int4"))
 
 
+def rotated(*places: str) -> dict[str, Any]:
+    apply = [{"targets": ["re:.*o_proj$"], "location": place, "inverse": False, "ignore": []} for place in places]
+    return {**PACK4, "transform_config": {"config_groups": {"R": {"type": "hadamard", "apply": apply, "head_dim": None, "randomize": False}}}}
+
+
+def test_rotations_that_are_in_the_weights_are_read_as_they_are(tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS["ct-pack4"], **EVEN)
+    tiny.configure(rotated("weight_output", "weight_input"))
+    check_equal(floats_of(load(tiny.path, narrow=True)), expected_of(tiny))
+
+
 @pytest.mark.parametrize(("quantization", "message"), [
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes .* not supported: use the unquantized checkpoint with --quantization"),
     ({"quant_method": "mxfp4"}, "mxfp4 is of gpt-oss's experts only"),
@@ -424,7 +435,8 @@ GPTQ, AWQ, ROUND, ROUND_FP4, QUARK_INT4 = (FORMATS[name].config for name in ("gp
     (compressed("nvfp4-pack-quantized", 4, "float", strategy="channel"), "strategy is 'channel', wanted group"),
     (compressed("pack-quantized", 4, strategy="block", block_structure=[128, 128]), "strategy is 'block', wanted tensor or channel or group"),
     ({**PACK4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
-    ({**PACK4, "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+    ({**PACK4, "transform_config": {"config_groups": {"u": {}}}}, "transform_config is .*, wanted none, or rotations of weights alone: use"),
+    (rotated("weight_input", "input"), "transform_config is .{,120}wanted none, or rotations"), ({**PACK4, "transform_config": {"config_groups": 3}}, "config_groups is 3"),
 ])  # fmt: skip
 def test_what_is_not_supported_says_why_and_what_instead(quantization, message: str):
     config = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 9, "intermediate_size": 64}

@@ -347,10 +347,10 @@ _MODELOPT: Mapping[str, Scheme] = MappingProxyType({
 
 
 def _compressed_tensors(fields: Fields) -> Quantization:
-    for name, key in (("sparsity_config", "format"), ("transform_config", "config_groups")):
-        inner = fields.given.get(name)
-        if inner and (not isinstance(inner, dict) or inner.get(key) not in (None, {}, "dense")):
-            fields.refuse(name, "none")
+    sparse = fields.given.get("sparsity_config")
+    if sparse and (not isinstance(sparse, dict) or sparse.get("format") not in (None, "dense")):
+        fields.refuse("sparsity_config", "none")
+    _check_transforms(fields)
     groups, rest = [], None
     for name in fields.inside("config_groups").given:
         group = fields.inside("config_groups").inside(name)
@@ -359,6 +359,17 @@ def _compressed_tensors(fields: Fields) -> Quantization:
             groups.append((Modules(targets := group.names("targets")), scheme))
             rest = scheme if rest is None and "Linear" in targets else rest
     return Quantization(fields.where, tuple(groups), rest, Modules(fields.names("ignore")))
+
+
+def _check_transforms(fields: Fields) -> None:
+    """Rotations that are in the weights cancel each other (SpinQuant's R1 and R2); those of activations are not computed."""
+    if not fields.given.get("transform_config") or not fields.inside("transform_config").given.get("config_groups"):
+        return
+    groups = fields.inside("transform_config").inside("config_groups")
+    for applied in (groups.inside(name).given.get("apply") for name in groups.given):
+        each = applied if isinstance(applied, list) else [None]
+        if not all(isinstance(one, dict) and one.get("location") in ("weight_input", "weight_output") for one in each):
+            fields.refuse("transform_config", "none, or rotations of weights alone")
 
 
 def _compressed_scheme(group: Fields, format_: Any) -> Scheme:

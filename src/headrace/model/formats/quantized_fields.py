@@ -12,6 +12,7 @@ from headrace.errors import CheckpointError
 INSTEAD = "use the unquantized checkpoint with --quantization int4, int8 or fp8, or one of FP8, AWQ, GPTQ, compressed-tensors"
 # A checkpoint comes from anywhere, and its patterns are tried at the name of every matrix.
 _MOST_STEPS, _NAME = 10**8, 64  # characters of such a name
+_SHOWN = 100  # characters of a value that is refused
 _ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
@@ -31,8 +32,9 @@ class Fields:
         self.given, self.where = given, where
 
     def refuse(self, name: str, wanted: str) -> NoReturn:
-        value = self.given.get(name)
-        raise CheckpointError(f"config.json: {self.where} quantization: {name} is {value!r}, wanted {wanted}: {INSTEAD}")
+        value = repr(self.given.get(name))
+        value = value if len(value) <= _SHOWN else f"{value[:_SHOWN]}..."
+        raise CheckpointError(f"config.json: {self.where} quantization: {name} is {value}, wanted {wanted}: {INSTEAD}")
 
     def one_of(self, name: str, default: Any, *allowed: Any) -> Any:
         """Numbers are not flags: 1 is not True."""
