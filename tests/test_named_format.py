@@ -47,6 +47,10 @@ def asked(config: EngineConfig) -> EngineConfig:
     return config
 
 
+def test_capitals_are_as_good_in_python():
+    assert EngineConfig(quantization="AWQ") == EngineConfig(quantization="awq")  # type: ignore[arg-type]
+
+
 def test_every_choice_is_made_of_floats_or_names_a_file():
     assert set(CHOICES) == {"none", "bf16", *MADE, *NAMES}
 
