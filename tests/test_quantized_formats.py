@@ -377,9 +377,11 @@ def rotated(*places: str) -> dict[str, Any]:
     return {**PACK4, "transform_config": {"config_groups": {"R": {"type": "hadamard", "apply": apply, "head_dim": None, "randomize": False}}}}
 
 
-def test_rotations_that_are_in_the_weights_are_read_as_they_are(tmp_path: Path):
-    tiny = write_quantized(tmp_path / "model", FORMATS["ct-pack4"], **EVEN)
-    tiny.configure(rotated("weight_output", "weight_input"))
+@pytest.mark.parametrize("name", ["ct-pack4", "quark-mxfp4", "auto-round"])
+def test_rotations_that_are_in_the_weights_are_read_as_they_are(name: str, tmp_path: Path):
+    tiny = write_quantized(tmp_path / "model", FORMATS[name], **EVEN)
+    quark_rotated = {"algo_config": [{"name": "rotation", "r1": True, "r2": True, "r3": False, "r4": False, "online_r1_rotation": False, "online_config": None}]}
+    tiny.configure(rotated("weight_output", "weight_input") if name == "ct-pack4" else FORMATS[name].config | quark_rotated | {"rotation_config": None})
     check_equal(floats_of(load(tiny.path, narrow=True)), expected_of(tiny))
 
 
@@ -414,6 +416,9 @@ def test_rotations_that_are_in_the_weights_are_read_as_they_are(tmp_path: Path):
     (quark({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, down_proj={"dtype": "int3"}), r"layer_quant_config \*down_proj weight quantization: dtype is 'int3'"),
     ({**QUARK_INT4, "export": {"pack_method": "order"}}, "export quantization: pack_method is 'order', wanted reorder"), ({**QUARK_INT4, "export": None}, "export is None"),
     ({**QUARK_INT4, "export": {"weight_format": "fake_quantized"}}, "weight_format is 'fake_quantized'"),
+    ({**ROUND_FP4, "rotation_config": {"algorithm": "hadamard"}}, "auto-round quantization: rotation_config is .*, wanted none: rotations of activations are not computed: use"),
+    ({**ROUND, "spinquant_config": {"r1": True}}, "spinquant_config is"), ({**QUARK_INT4, "algo_config": {"name": "rotation", "r4": True}}, "algo_config is .*, wanted no rotations"),
+    ({**QUARK_INT4, "algo_config": [{"name": "awq"}, {"name": "rotation", "online_r1_rotation": True}]}, "algo_config is .*, wanted no rotations"),
     ({**QUARK_INT4, "layer_type_quant_config": {"Linear": {}}}, "layer_type_quant_config"), ({**AWQ, "pack_method": "order"}, "pack_method is 'order'"),
     ({**ROUND, "backend": "auto_round:gptq:exllamav2"}, "backend is"), ({**ROUND, "bits": 2}, "bits is 2, wanted 4 or 8"),
     (torchao("Int4WeightOnlyConfig", group_size=128), "torchao quant_type default quantization: _type is 'Int4WeightOnlyConfig', wanted Float8WeightOnlyConfig or .*: use the unquantized"),

@@ -31,6 +31,7 @@ _KNOWN: Mapping[str, str] = MappingProxyType({  # of others, in a word
     **dict.fromkeys(("exl2", "exl3"), "ExLlama's own layout"), "bitnet": "ternary weights", "fp_quant": "rotated weights",
     **dict.fromkeys(("aqlm", "vptq", "quip", "higgs"), "entries of codebooks"),
 })  # fmt: skip
+_ROTATIONS = ("rotation", "hadamard", "spinquant")  # AutoRound's
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,11 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     if config.get("model_type") == "gpt_oss" and method != "mxfp4":
         told = f"quantization_config has the method {method!r}, and gpt-oss is read in mxfp4 alone"
         raise CheckpointError(f"config.json: {told}: {INSTEAD}")
-    return parse(Fields(given, str(method)))
+    fields = Fields(given, str(method))
+    for name in given:
+        if given[name] and any(word in str(name).lower() for word in _ROTATIONS):
+            fields.refuse(name, "none: rotations of activations are not computed")
+    return parse(fields)
 
 
 def quantization_beside(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,6 +237,10 @@ def _quark(fields: Fields) -> Quantization:
     fields.inside("export").one_of("weight_format", "real_quantized", "real_quantized")
     if fields.given.get("layer_type_quant_config"):
         fields.refuse("layer_type_quant_config", "none")
+    algorithms = fields.given.get("algo_config")
+    for algorithm in algorithms if isinstance(algorithms, list) else [algorithms]:
+        if isinstance(algorithm, dict) and any(algorithm.get(name) for name in ("r4", "online_r1_rotation", "online_config")):
+            fields.refuse("algo_config", "no rotations of activations (r4, online_r1_rotation)")
     groups, ignored = list[tuple[Modules, Scheme]](), Modules(fields.names("exclude"))
     for name in fields.keys("layer_quant_config") if fields.given.get("layer_quant_config") else ():
         if (scheme := _quark_scheme(fields, fields.inside("layer_quant_config").inside(name))) is not None:
