@@ -43,11 +43,13 @@ def run(args: argparse.Namespace) -> int:
     from headrace.compile_ahead.notes import kernel_cache
     from headrace.engine.build import resolve, with_seats
     from headrace.engine.named_format import without_named_format
+    from headrace.engine.options import check_options
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.families import model_config_from_hf
-    from headrace.model.shard import Shard
 
     config = EngineConfig(**engine_options(args))
+    if config.device == "cpu":
+        raise ParameterError("device", config.device, "auto or cuda: kernels are those of a card")
     if config.kv_cache_dtype == "fp8" and card.capability < 89:
         raise ParameterError("kv_cache_dtype", "fp8", f"auto on {card.name}: FP8 needs compute capability 8.9")
     config = without_weights(config)
@@ -57,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
         words = "1 for narrow weights or adapters: such a rank's kernels are compiled where it runs"
         raise ParameterError("tensor_parallel_size", config.tensor_parallel_size, words)
     model = model_config_from_hf(checkpoint.config)
-    Shard(0, config.tensor_parallel_size).config(model)  # refuses ranks that cannot share it
+    # a draft model need not be here, and no thread computes
+    alone = replace(config, device="cuda", threads=None, speculative_method=None, speculative_model=None)
+    check_options(alone, checkpoint, model, here=False)
     limits = resolve(with_seats(config, checkpoint, model, card.memory), model, torch.device("cuda"))
     began, shown = time.perf_counter(), sys.stderr.isatty()
 
