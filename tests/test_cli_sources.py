@@ -85,6 +85,15 @@ def test_the_file_may_be_named_by_a_variable_and_has_options_of_its_command_only
     assert parsed(*file_with(tmp_path, "# nothing\n")).sources.keys() == {"config_file"}
 
 
+def test_kernels_are_compiled_for_what_the_servers_file_says(tmp_path):
+    """The file that a deployment has was refused for its port."""
+    args = parsed(*file_with(tmp_path, "port: 9000\nmodel: x\nmax_num_seqs: 8\napi-key-file: k\n"), command="compile")
+    assert engine_options(args) == {"model": "x", "max_num_seqs": 8}
+    for text, words in (("prot: 9000", "prot: no such option of headrace compile"), ("models: [{model: x}]", "models: no such option")):
+        with pytest.raises(HeadraceError, match=words):
+            parsed(*file_with(tmp_path, text), command="compile")
+
+
 def test_values_are_texts_in_a_file_too(tmp_path):
     args = parsed(*file_with(tmp_path, "revision: 0123\nhost: 1:20\nserved-model-name: [1e3, no]\nmax-itl-ms: 1e2\nstandby: No\nmodel: null\n"))
     assert (args.revision, args.host, args.served_model_names, args.max_itl_ms, args.standby, args.model) == ("0123", "1:20", ["1e3", "no"], 100, False, "null")

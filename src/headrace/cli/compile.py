@@ -8,9 +8,9 @@ import time
 from dataclasses import replace
 
 from headrace.cli.options import add_engine_arguments, add_options, engine_options, named_model
-from headrace.cli.parser import text
+from headrace.cli.parser import CommandParser, text
 from headrace.cli.pull import NAMES
-from headrace.cli.sources import add_config_file
+from headrace.cli.sources import add_config_file, key_of
 from headrace.compile_ahead.cards import CARDS, Card, named_card, present_card
 from headrace.config import EngineConfig
 from headrace.errors import CapacityError, ParameterError
@@ -25,9 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = f"{', '.join(CARDS)}, or as nvidia-smi says it"
     parser.add_argument("--card", metavar="NAME", help=f"{names} (default: the one of this machine)")
     parser.add_argument("--processes", type=int, metavar="N", help="that compile (default: as cores and memory allow)")
-    add_config_file(parser)
+    add_config_file(parser, of_server)
     add_engine_arguments(parser)
     add_options(parser, EngineConfig, "adapters (LoRA)")
+
+
+def of_server() -> set[str]:
+    """Names of a server's options: its file is read as it is, but for one of several models."""
+    from headrace.cli import serve_options
+
+    parser = CommandParser()
+    serve_options.add_arguments(parser)
+    return {key_of(action) for action in parser._actions if action.option_strings} - {"models"}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,10 +20,12 @@ MOST_TEXT = 2**20  # characters of a file of options
 BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-def add_config_file(parser: argparse.ArgumentParser) -> None:
+def add_config_file(parser: argparse.ArgumentParser, others: Callable[[], set[str]] = set) -> None:
+    """`others`: names that the file may have beside this command's options."""
     help = "a YAML file of options, `max-model-len: 4096`; flags and HEADRACE_* variables come before it"
     action: Any = parser.add_argument("--config", dest="config_file", metavar="FILE", help=help)
     action.described = Option(name="config_file", kind=str, default=None, help=help, flag="config")
+    action.others = others
 
 
 def unsettled(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -52,6 +54,8 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         for key, value in _read(args.sources["config_file"], args.config_file).items():
             source = f"{args.config_file}: {key}"
             dashed = key.replace("_", "-")
+            if dashed not in actions and dashed in actions["config"].others():  # type: ignore[attr-defined]
+                continue
             if dashed not in actions or dashed == "config":
                 raise HeadraceError(f"{source}: no such option of {parser.prog}{nearest(dashed, actions)}")
             take(actions[dashed], source, value)
