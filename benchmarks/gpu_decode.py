@@ -338,7 +338,11 @@ def compile_tiles(job: tuple[str, int, int, dict[int, StepTiles], int]) -> str:
 def tuning_jobs(name: str, rows: int, context: int, ranks: int) -> list[tuple[str, int, int, dict[int, StepTiles], int]]:
     start, shapes = decode_tiles.default_tiles(MODELS[name], rows, kinds=kinds(name)), decode_tiles.product_shapes(MODELS[name])
     old = tile_search.attention_candidates(rows)
-    trials = [replace(start, attention=tile, attention_programs=n, ring_attention=None) for tile, n in old]
+    parts = decode_tiles.num_splits(start.qkv) > 1  # which attention in two kernels excludes
+    trials = [
+        replace(start, attention=tile, attention_programs=n, ring_attention=None)
+        for tile, n in old if not (parts and isinstance(tile, SplitTile))
+    ]  # fmt: skip
     trials += [replace(start, ring_attention=tile) for tile in tile_search.ring_attention_candidates(MODELS[name])]
     for product, shape in shapes.items():
         kind = dict(zip(decode_tiles.PRODUCTS, kinds(name), strict=True))[product]

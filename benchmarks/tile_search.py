@@ -24,6 +24,7 @@ from headrace.fast_decode.tiles import (
     ALL_ROWS,
     FILL,
     FLOAT,
+    LARGE_BYTES,
     PRODUCTS,
     SHORT_ROWS,
     Kinds,
@@ -36,6 +37,7 @@ from headrace.fast_decode.tiles import (
     wide_tile,
 )
 from headrace.fast_decode.wide_gemm import WideTile
+from headrace.fast_decode.widened_tile import RUN, WidenedTile, row_block
 from headrace.kernels.attention_decode import SplitTile
 from headrace.kernels.launch import next_power_of_2
 from headrace.kernels.narrow import packed
@@ -103,6 +105,24 @@ def narrow_candidates(shape: Shape, rows: int, per_byte: int) -> list[Tile]:
     return list(dict.fromkeys(found))
 
 
+def widened_candidates(shape: Shape, rows: int, kind: Kind) -> list[Tile]:
+    """On Hopper: programs for half the card to six to a multiprocessor, of which the rings leave room for one to four on it."""
+    found: list[Tile] = []
+    forms = ((64, 4), (64, 8), (32, 4), (128, 8)) if shape.gated else ((64, 4), (128, 8))
+    for (block_n, warps), splits, runs in itertools.product(forms, (1, 2, 3, 4, 6, 8), (1, 2)):
+        programs = shape.columns // block_n * splits
+        if shape.width % (RUN * runs * splits) or shape.columns % block_n or (runs > 1 and kind == "int8"):
+            continue
+        if programs < 0.5 * FILL or (splits > 1 and (not shape.splittable or programs > 6 * FILL)):
+            continue
+        rows_of = block_n * (2 if shape.gated else 1)
+        step = runs * ((RUN if kind == "int8" else RUN // 2) * rows_of + 2 * RUN * row_block(rows))
+        kept = 0 if kind == "int8" else 3 * rows_of * max(32, next_power_of_2(shape.width // RUN // splits))
+        room = {(LARGE_BYTES // beside - 1024 - kept) // step for beside in (1, 2, 3, 4)}
+        found += [WidenedTile(block_n, splits, min(n, 8), warps, runs) for n in sorted(room) if n > 1]
+    return list(dict.fromkeys(found))
+
+
 def rounded_candidates(shape: Shape, rows: int) -> list[Tile]:
     """Of FP8 layers on Hopper: programs for half the card to twice it, rings of a third of what one may have to all of it."""
     found: list[Tile] = []
@@ -120,6 +140,8 @@ def candidates(shape: Shape, rows: int, kind: Kind = "float") -> list[Tile]:
     """What `tune` tries for one product: four to sixty tiles."""
     if kind == "fp8" and rows > 1:
         return rounded_candidates(shape, rows)
+    if kind in ("int4", "int8") and 1 < rows <= GEMM_MAX_ROWS:
+        return widened_candidates(shape, rows, kind)
     if kind != "float":
         return narrow_candidates(shape, rows, packed(kind))
     found = wide_candidates(shape, rows) if rows > ALL_ROWS else []

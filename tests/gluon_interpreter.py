@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import triton.language
 from torch import Tensor
 
 import ptx_interpreter
@@ -26,7 +27,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, *FP8)
 
 
 def _raw(x: Any) -> Any:
-    return x.value if isinstance(x, Value) else x
+    return x.value if isinstance(x, Value | triton.language.constexpr) else x
 
 
 class Value:
@@ -48,6 +49,10 @@ class Value:
 
     def _with(self, other: Any, op: Callable[[Any, Any], Any]) -> Any:
         return NotImplemented if isinstance(other, Pointer) else Value(op(self.value, _raw(other)))
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.value.shape
 
     @property
     def type(self) -> SimpleNamespace:
@@ -171,8 +176,10 @@ def _operand(a: Any) -> Tensor:
 
 
 def _inline(text: str, constraints: str, args: tuple[Value, ...], dtype: Any, pure: bool, pack: int) -> Any:
-    assert pack == 1
     text = getattr(text, "value", text)
+    if pack == 2:
+        return _inline_pairs(text, args, dtype)
+    assert pack == 1
     if text.startswith("ld.global"):
         pointer = args[0].to(torch.int32, bitcast=True)
         return tuple(_load(pointer + i) for i in range(len(dtype)))
@@ -181,6 +188,25 @@ def _inline(text: str, constraints: str, args: tuple[Value, ...], dtype: Any, pu
     found = ptx_interpreter.run(text, words, len(kinds))
     values = tuple(
         Value(torch.from_numpy(np.ascontiguousarray(x).view(np.int32)).view(t)) for x, t in zip(found, kinds, strict=True)
+    )
+    return values if isinstance(dtype, tuple) else values[0]
+
+
+def _inline_pairs(text: str, args: tuple[Value, ...], dtype: Any) -> Any:
+    """Two neighbours of each tensor at a time: bytes share a register, 32 bits have one each; of 16 bits two come out of one."""
+    shape, words = args[0].value.shape, []
+    for arg in args:
+        pair = arg.value.expand(shape).reshape(-1, 2).numpy()
+        if pair.itemsize == 1:
+            low, high = (pair[:, i].astype(np.uint8).astype(np.uint32) for i in range(2))
+            words.append(low | high << np.uint32(8))
+        else:
+            words += [np.ascontiguousarray(pair[:, i]).view(np.uint32) for i in range(2)]
+    kinds = dtype if isinstance(dtype, tuple) else (dtype,)
+    found = ptx_interpreter.run(text, words, len(kinds))
+    values = tuple(
+        Value(torch.from_numpy(np.ascontiguousarray(word).view(np.int16)).view(kind).reshape(shape))
+        for word, kind in zip(found, kinds, strict=True)
     )
     return values if isinstance(dtype, tuple) else values[0]
 
@@ -253,7 +279,7 @@ def _language(program: list[int]) -> SimpleNamespace:
         log2=_unary(torch.log2), atomic_add=_atomic_add, program_id=lambda axis: program[axis], thread_barrier=nothing,
         allocate_shared_memory=_allocate,
         arange=lambda a, b, layout: Value(torch.arange(a, b, dtype=torch.int32)),
-        full=lambda shape, value, dtype, layout: Value(torch.full(shape, value, dtype=dtype)),
+        full=lambda shape, value, dtype, layout: Value(torch.full(shape, _raw(value), dtype=dtype)),
         zeros_like=_unary(torch.zeros_like), abs=_unary(torch.abs), rsqrt=_unary(torch.rsqrt), max=_max,
         where=_where, maximum=_maximum,
         minimum=_minimum,
@@ -262,6 +288,21 @@ def _language(program: list[int]) -> SimpleNamespace:
         join=lambda a, b: Value(torch.stack((a.value, b.value), -1)), convert_layout=lambda x, layout: x,
         expand_dims=lambda x, axis: Value(x.value.unsqueeze(axis)), load=_load, store=_store, inline_asm_elementwise=_inline,
     )  # fmt: skip
+
+
+class Interpreted:
+    """In the place of a kernel, which is run by its own text with functions of the files `beside`."""
+
+    def __init__(self, file: str, kernel: str, *beside: str):
+        self.file, self.kernel, self.beside = file, kernel, beside
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(**arguments: Any) -> None:
+            for name in ("num_warps", "num_stages", "launch_pdl", "maxnreg"):
+                arguments.pop(name, None)
+            run(self.file, self.kernel, grid, arguments, beside=self.beside)
+
+        return launch
 
 
 def run(
@@ -277,7 +318,7 @@ def run(
         "gluon": SimpleNamespace(jit=_jit), "gl": _language(program), "fence_async_shared": nothing, "TensorDescriptor": None,
         "mbarrier": SimpleNamespace(init=nothing, expect=nothing, wait=nothing, MBarrierLayout=nothing),
         "tma": SimpleNamespace(async_copy_global_to_shared=_copy), "warpgroup_mma": _product,
-        "warpgroup_mma_wait": lambda pending, deps: deps if len(deps) > 1 else deps[0],
+        "warpgroup_mma_init": lambda acc: acc, "warpgroup_mma_wait": lambda pending, deps: deps if len(deps) > 1 else deps[0],
     }  # fmt: skip
     for file in (*beside, path):
         source = re.sub(r"^from triton[^(\n]*(\([^)]*\))?.*\n", "", Path(file).read_text(), flags=re.M)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from headrace.fast_decode.digit_tile import DigitTile
 from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.warp_gemm import WarpTile
+from headrace.kernels import gluon_rings
 from narrow_cases import narrow
 from test_kernels_fused_decode import DEVICE, NAN, close, random
 
@@ -20,31 +19,17 @@ TOLERANCE = 1e-5  # whole sums, scaled in float32
 K = digit_tile.IN_PHASE
 
 
-class _Interpreted:
-    """In the place of a kernel."""
-
-    def __init__(self, file: str, kernel: str, *beside: str):
-        self.file, self.kernel, self.beside = file, kernel, beside
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(**arguments: Any) -> None:
-            import gluon_interpreter
-
-            for name in ("num_warps", "num_stages", "launch_pdl", "maxnreg"):
-                arguments.pop(name, None)
-            gluon_interpreter.run(self.file, self.kernel, grid, arguments, beside=self.beside)
-
-        return launch
-
-
 @pytest.fixture(autouse=True)
 def without_a_card(monkeypatch) -> None:
     if DEVICE == "cpu":
         monkeypatch.setattr(digit_tile, "runs", lambda x: True)
         monkeypatch.setattr(products, "_runs", lambda x, sizes: True)
-        monkeypatch.setattr(digit_gemm, "_digit_kernel", _Interpreted(digit_gemm.__file__, "_digit_kernel", ring_gemm.__file__))
-        beside = ring_gemm.__file__, digit_gemm.__file__
-        monkeypatch.setattr(nibble_gemm, "_nibble_kernel", _Interpreted(nibble_gemm.__file__, "_nibble_kernel", *beside))
+        from gluon_interpreter import Interpreted
+
+        beside = gluon_rings.__file__, ring_gemm.__file__
+        monkeypatch.setattr(digit_gemm, "_digit_kernel", Interpreted(digit_gemm.__file__, "_digit_kernel", *beside))
+        beside = *beside, digit_gemm.__file__
+        monkeypatch.setattr(nibble_gemm, "_nibble_kernel", Interpreted(nibble_gemm.__file__, "_nibble_kernel", *beside))
         monkeypatch.setattr(products, "pdl", lambda x: {"PDL": True})
 
 

@@ -28,6 +28,7 @@ from headrace.fast_decode.tile_tables import load_tiles
 from headrace.kernels import tables
 from headrace.kernels.attention_decode import ORDERED_FROM, max_tokens
 from headrace.kernels.experts_triton import row_steps
+from headrace.kernels.folded_tile import FORMS, suits
 from headrace.kernels.gated_product import rows_of_forms
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.halves import MORE_ROWS, ODD_ROWS
@@ -44,7 +45,7 @@ from headrace.model.attention import AttentionBackend
 from headrace.model.batch import ForwardBatch
 from headrace.model.config import ModelConfig
 from headrace.model.decoder import Decoder
-from headrace.model.decoder_weights import DecoderWeights
+from headrace.model.decoder_weights import MATRICES, DecoderWeights
 from headrace.model.linear import MakeLinear, make_linear
 from headrace.model.shard import WHOLE
 from headrace.sampling.params import GREEDY_EPS
@@ -118,6 +119,7 @@ class Stage:
         self.decoder.adapters = self.adapters
         kinds = {layer.more["experts_gate_up"].kind for layer in weights.layers if "experts_gate_up" in layer.more}
         self.mxfp4_experts = "fp4" in kinds
+        self.folds = any(suits(getattr(layer, name)) for layer in weights.layers for name in MATRICES)
         slots = limits.max_num_seqs + 1
         self.tables = SlotTables(
             empty(slots, limits.max_model_len + 1), empty(slots, -(-limits.max_model_len // limits.block_size)),
@@ -166,6 +168,8 @@ class Stage:
                 router = experts.count, self.model.hidden_size
                 sizes = experts.chosen, len(experts.here), router, self.dtype.itemsize, most
                 counts += row_steps(*sizes, slots, whole=self.mxfp4_experts)
+        if self.folds:
+            counts += FORMS
         if self.adapters is not None:
             counts += [1 << n for n in range(4, GROUP_BLOCK.bit_length())]
         for tokens in dict.fromkeys(counts):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.cache.kv_cache import KVCache
-from headrace.fast_decode import digit_tile
+from headrace.fast_decode import digit_tile, widened_tile
 from headrace.fast_decode.adapters import Adds, adapted_glu, low_rank
 from headrace.fast_decode.attention import AttentionTile, decode_attention
 from headrace.fast_decode.attention_reference import HeadShape
@@ -29,7 +29,7 @@ from headrace.fast_decode.embed_residual import embed_residual
 from headrace.fast_decode.epilogues import runs_triton
 from headrace.fast_decode.experts import join_experts, takes_experts
 from headrace.fast_decode.join_normed import join_normed
-from headrace.fast_decode.products import RoundedTile, Tile, glu, num_splits, project, residual
+from headrace.fast_decode.products import RoundedTile, Tile, WidenedTile, glu, num_splits, project, residual
 from headrace.fast_decode.ranks import RankParts
 from headrace.fast_decode.ring_tile import KEYS, RingAttention, fp8_rings_suit, ring_attention_suits, runs
 from headrace.fast_decode.takes import hands_on_fp8, has_copy_engine, kinds_of, usual_kinds
@@ -104,14 +104,16 @@ class FastDecode:
         warps = all(map(suits, narrow))
         self.rounds = group is None and hands_on_fp8(config, weights)
         of_kinds = dict.fromkeys([usual, *forms])
-        self.tables = {of: default_table(config, copy_engine, *of, warps, self.rounds) for of in of_kinds}
+        on_hopper = runs(weights.embedding)
+        widened = on_hopper and all(map(widened_tile.suits, narrow))
+        self.tables = {of: default_table(config, copy_engine, *of, warps, self.rounds, widened) for of in of_kinds}
         if tiles is not None:
-            digits = runs(weights.embedding) and all(map(digit_tile.suits, narrow))
-            for tile in (*(() if self.rounds else (RoundedTile,)), *(() if digits else (DigitTile,))):
-                tiles = without(tile, tiles, self.tables[usual])
+            digits = on_hopper and all(map(digit_tile.suits, narrow))
+            for tile, suit in ((RoundedTile, self.rounds), (DigitTile, digits), (WidenedTile, widened)):
+                tiles = tiles if suit else without(tile, tiles, self.tables[usual])
             self.tables[usual] = dict(tiles)
             if (beside := (usual[0], True)) in self.tables:
-                self.tables[beside] = with_delta_qkv(tiles, config, copy_engine, *beside, warps)
+                self.tables[beside] = with_delta_qkv(tiles, config, copy_engine, *beside, warps, widened)
         self.tiles, self.layer_tables = self.tables[usual], [self.tables[of] for of in forms]
         if not self.supports(config, dtype) or not 1 <= max_rows <= max(self.tiles):
             raise ValueError(f"FastDecode cannot run family {config.family} in {dtype} with {max_rows} rows")

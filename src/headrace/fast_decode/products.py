@@ -7,6 +7,7 @@
     WarpTile   tensor cores, narrow weights, few rows        warp_gemm.py
     DigitTile  the same on Hopper, 4 bits, weights by the copy engine: one row  digit_gemm.py, 2 to 8  nibble_gemm.py
     RoundedTile FP8 tensor cores, weights and rows in FP8, 2 to 64 rows  rounded_gemm.py
+    WidenedTile tensor cores on Hopper, weights of 4 or 8 bits by the copy engine, up to 64 rows  widened_gemm.py
 
 With narrow weights GemmTile and WideTile are of narrow_gemm.py. Activations in FP8, [M, K] or as pairs [2, M, K], have
 `sizes` [chunks, >= M] (see kernels/rounded.py), those that a product leaves `out_sizes`; only RoundedTile takes them.
@@ -32,6 +33,7 @@ from headrace.fast_decode import (
     skinny_gemm,
     warp_gemm,
     wide_gemm,
+    widened_tile,
 )
 from headrace.fast_decode.digit_tile import DigitTile
 from headrace.fast_decode.epilogues import (
@@ -47,6 +49,7 @@ from headrace.fast_decode.rounded_tile import RoundedTile
 from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.fast_decode.wide_gemm import WideTile
+from headrace.fast_decode.widened_tile import WidenedTile
 from headrace.kernels.all_reduce import RowPlace
 from headrace.kernels.launch import pdl
 from headrace.kernels.lora_product import LowRank
@@ -55,10 +58,11 @@ from headrace.kernels.rounded import keep, numbers
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight
 
-Tile = GemvTile | GemmTile | RingTile | WideTile | WarpTile | DigitTile | RoundedTile
+Tile = GemvTile | GemmTile | RingTile | WideTile | WarpTile | DigitTile | RoundedTile | WidenedTile
 MAX_ROWS: dict[type, int] = {
     GemvTile: gemv.MAX_ROWS, GemmTile: skinny_gemm.MAX_ROWS, RingTile: ring_tile.MAX_ROWS, WideTile: wide_gemm.MAX_ROWS,
     WarpTile: warp_gemm.MAX_ROWS, DigitTile: digit_tile.MAX_ROWS, RoundedTile: rounded_tile.MAX_ROWS,
+    WidenedTile: widened_tile.MAX_ROWS,
 }  # fmt: skip
 
 
@@ -74,6 +78,12 @@ def _rounded_plan(*arguments: Any, **more: Any) -> Plan:
     return plan(*arguments, **more)
 
 
+def _widened_plan(*arguments: Any) -> Plan:
+    from headrace.fast_decode.widened_gemm import plan
+
+    return plan(*arguments)
+
+
 def _digit_plan(tile: DigitTile, x: Tensor, *more: Any) -> Plan:
     from headrace.fast_decode import digit_gemm, nibble_gemm
 
@@ -83,6 +93,7 @@ def _digit_plan(tile: DigitTile, x: Tensor, *more: Any) -> Plan:
 PLAN: dict[type, Callable[..., Plan]] = {
     GemvTile: gemv.plan, GemmTile: skinny_gemm.plan, RingTile: _ring_plan, WideTile: wide_gemm.plan,
     WarpTile: warp_gemm.plan, DigitTile: _digit_plan, RoundedTile: _rounded_plan,
+    WidenedTile: _widened_plan,
 }  # fmt: skip
 NARROW_PLAN: Callable[..., Plan] = narrow_gemm.plan
 
@@ -107,9 +118,11 @@ def _launch(
         tile = tile.otherwise(rows, packed(weight.kind), mode == "glu")
     if isinstance(tile, RingTile) and (low_rank is not None or not ring_tile.takes(weight, x)):
         tile = tile.otherwise(x, mode == "glu")
+    if isinstance(tile, WidenedTile) and not widened_tile.takes(weight, x, tile, columns):
+        tile = tile.otherwise(mode == "glu")
     if isinstance(tile, RoundedTile) and sizes is None:
         tile = tile.otherwise()
-    by_own = weight.kind == "float" or isinstance(tile, GemvTile | WarpTile | DigitTile | RoundedTile)
+    by_own = weight.kind == "float" or isinstance(tile, GemvTile | WarpTile | DigitTile | RoundedTile | WidenedTile)
     plan = PLAN[type(tile)] if by_own else NARROW_PLAN
     more: dict[str, Any] = {name: given for name, given in (("push", push), ("low_rank", low_rank)) if given is not None}
     if sizes is not None:

@@ -12,19 +12,14 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.fast_decode.epilogues import Plan, split_width, sumsq_block
 from headrace.fast_decode.ring_tile import RingTile, row_block
 from headrace.kernels.activation import activate, soft_cap
 from headrace.kernels.gluon_launch import grid_dependency
+from headrace.kernels.gluon_rings import leave_part, ring_barriers, sum_parts
 from headrace.model.weight import Weight
 
 WAITS_FROM = 64  # rows of a tile: its last split waits for the others and keeps its own sums; of fewer the one that comes last
@@ -54,39 +49,6 @@ def column_parameters(
         if MODE == "project" and SPLITS > 1:
             bias = gl.where(split == 0, bias, 0.0)
     return norm, bias
-
-
-@gluon.jit
-def leave_part(y, slab, split, ticket, SIZE: gl.constexpr, SPLITS: gl.constexpr):
-    """A split's sums are left to the last split of the tile, as by epilogues.finish; whether this is it."""
-    last = True
-    if SPLITS > 1:
-        gl.store(slab + split * SIZE, y)
-        gl.thread_barrier()  # all threads' stores before the one thread's release
-        last = gl.atomic_add(ticket, 1, sem="acq_rel") == SPLITS - 1
-    return last
-
-
-@gluon.jit
-def sum_parts(y, slab, ticket, SIZE: gl.constexpr, SPLITS: gl.constexpr):
-    """What all splits left, in their order, for the last one."""
-    if SPLITS > 1:
-        y = gl.load(slab, cache_modifier=".cg")
-        for s in gl.static_range(1, SPLITS):
-            y += gl.load(slab + s * SIZE, cache_modifier=".cg")
-        gl.store(ticket, 0)
-    return y
-
-
-@gluon.jit
-def ring_barriers(STAGES: gl.constexpr):
-    """Of each place of a ring, that it is filled."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    return full
 
 
 @gluon.jit

@@ -16,11 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.fast_decode.epilogues import Plan, sumsq_block
-from headrace.fast_decode.ring_gemm import ask, column_parameters, leave_part, ring_barriers, sum_parts
+from headrace.fast_decode.ring_gemm import ask, column_parameters
 from headrace.fast_decode.ring_tile import row_block
 from headrace.fast_decode.rounded_tile import RoundedTile
 from headrace.kernels.activation import activate
 from headrace.kernels.gluon_launch import grid_dependency
+from headrace.kernels.gluon_rings import leave_part, ring_barriers, sum_parts
 from headrace.kernels.launch import next_power_of_2
 from headrace.kernels.rounded import put
 from headrace.model.weight import Weight

@@ -21,6 +21,7 @@ from headrace.fast_decode.skinny_gemm import GemmTile
 from headrace.fast_decode.tiles import FLOAT, PRODUCTS, Kinds, StepTiles, TileTable
 from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.fast_decode.wide_gemm import WideTile
+from headrace.fast_decode.widened_tile import WidenedTile
 from headrace.kernels.attention_decode import SplitTile
 from headrace.model.config import ModelConfig
 
@@ -29,7 +30,7 @@ SHIPPED = Path(__file__).parent / "tables"  # that come with the package
 # as a table's file names them
 KINDS = {
     "gemv": GemvTile, "gemm": GemmTile, "ring": RingTile, "wide": WideTile, "warp": WarpTile, "digit": DigitTile,
-    "rounded": RoundedTile,
+    "rounded": RoundedTile, "widened": WidenedTile,
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
 from headrace.fast_decode.skinny_gemm import GemmTile, row_block
 from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.fast_decode.wide_gemm import WideTile
+from headrace.fast_decode.widened_tile import RUN, WidenedTile
 from headrace.kernels.attention_decode import SplitTile
 from headrace.kernels.launch import next_power_of_2
 from headrace.kernels.narrow import packed
@@ -136,16 +137,16 @@ FLOAT: Kinds = ("float", "float", "float", "float", "float")
 
 def default_tiles(
     config: ModelConfig, rows: int, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False, warps: bool = True,
-    rounded: bool = True,
+    rounded: bool = True, widened: bool = True,
 ) -> StepTiles:  # fmt: skip
-    """Good guesses for H100 and H200 from the shapes alone, and the weights' kinds; `warps`, `rounded`: see `default_table`."""
+    """Good guesses for H100 and H200 from the shapes alone, and the weights' kinds; `warps` and behind: see `default_table`."""
     plain = config.norm_place == "pre"
     wide = rows > (ALL_ROWS if plain else RING_ROWS)
     ring = partial(ring_tile, deep=plain)
     guess = gemv_tile if rows == 1 else gemm_tile if not copy_engine else wide_tile if wide else ring
     shapes = product_shapes(config, delta)
     products = {
-        name: guess(shapes[name], rows) if kind == "float" else narrow_tile(shapes[name], rows, kind, warps)
+        name: guess(shapes[name], rows) if kind == "float" else narrow_tile(shapes[name], rows, kind, warps, widened)
         for name, kind in zip(PRODUCTS, kinds, strict=True)
     }
     in_fp8 = rounded_tiles(shapes, rows) if rounded and kinds[:-1] == ("fp8",) * 4 and rows > 1 else {}
@@ -201,21 +202,25 @@ def default_programs(rows: int) -> int:
 
 def default_table(
     config: ModelConfig, copy_engine: bool = True, kinds: Kinds = FLOAT, delta: bool = False, warps: bool = True,
-    rounded: bool = True,
+    rounded: bool = True, widened: bool = True,
 ) -> dict[int, StepTiles]:  # fmt: skip
     """`copy_engine`: the card can run WideTile, see takes.has_copy_engine; `delta`: see product_shapes. With narrow
     weights for few rows: above, FP8 tensor cores or whole matrices in bfloat16 are faster (kernels/narrow_linear.py). `warps`:
-    all of them suit WarpTile; `rounded`: the model, and the card, suit RoundedTile if its layers are FP8."""
+    all of them suit WarpTile; `rounded`: the model, and the card, suit RoundedTile if its layers are FP8; `widened`: they suit
+    WidenedTile."""
     wide = copy_engine and kinds == FLOAT
     steps = [rows for rows in ROW_STEPS if wide or rows <= GEMM_MAX_ROWS]
-    return {rows: default_tiles(config, rows, copy_engine, kinds, delta, warps, rounded) for rows in steps}
+    return {rows: default_tiles(config, rows, copy_engine, kinds, delta, warps, rounded, widened) for rows in steps}
 
 
 def with_delta_qkv(
-    table: TileTable, config: ModelConfig, copy_engine: bool, kinds: Kinds, delta: bool, warps: bool
+    table: TileTable, config: ModelConfig, copy_engine: bool, kinds: Kinds, delta: bool, warps: bool, widened: bool
 ) -> dict[int, StepTiles]:  # fmt: skip
     """The table for layers that are gated delta nets: the first product is another one. Arguments: see `default_tiles`."""
-    return {n: replace(step, qkv=default_tiles(config, n, copy_engine, kinds, delta, warps).qkv) for n, step in table.items()}
+    return {
+        n: replace(step, qkv=default_tiles(config, n, copy_engine, kinds, delta, warps, widened=widened).qkv)
+        for n, step in table.items()
+    }
 
 
 def gemv_tile(shape: Shape, rows: int) -> GemvTile:
@@ -305,10 +310,12 @@ def wide_tile(shape: Shape, rows: int) -> WideTile | GemmTile:
         splits *= 2
 
 
-def narrow_tile(shape: Shape, rows: int, kind: Kind, warps: bool = True) -> Tile:
+def narrow_tile(shape: Shape, rows: int, kind: Kind, warps: bool = True, widened: bool = True) -> Tile:
     """Of weights of a byte or half of one. What limits is the conversion in registers rather than memory: several programs to a
     multiprocessor, with few steps in flight (measured on an H200)."""
     per_byte = packed(kind)
+    if widened and kind in ("int4", "int8") and rows > SHORT_ROWS and (own := widened_tile(shape, rows, kind)) is not None:
+        return own
     if warps and per_byte == 2 and rows <= WARP_ROWS and (tile := warp_tile(shape, per_byte, rows)) is not None:
         return tile
     if rows == 1:
@@ -374,6 +381,20 @@ def warp_tile(shape: Shape, per_byte: int, rows: int) -> WarpTile | None:
     chunk = runs // warps if runs // warps <= 4 else 2
     lines = shape.width // per_byte // 128
     return WarpTile(block_n, warps, warps, chunk, touch=lines if lines in (8, 16) and chunk == 2 and not shape.gated else 0)
+
+
+def widened_tile(shape: Shape, rows: int, kind: Kind) -> WidenedTile | None:
+    """64 columns, as few splits of K as make 1.4 times FILL programs, and the deepest rings that leave room for all of them."""
+    if shape.width % RUN or shape.columns % 64:
+        return None
+    splits, most = 1, 8 if shape.splittable else 1
+    while splits < most and shape.columns // 64 * splits < 1.4 * FILL and shape.width % (RUN * 2 * splits) == 0:
+        splits *= 2
+    held = 64 * (2 if shape.gated else 1)
+    step = (RUN if kind == "int8" else RUN // 2) * held + 2 * RUN * row_block(rows)
+    factors = 0 if kind == "int8" else 3 * held * max(32, next_power_of_2(shape.width // RUN // splits))
+    beside = min(3, -(-shape.columns // 64 * splits // MULTIPROCESSORS))
+    return WidenedTile(64, splits, max(2, min(8, (LARGE_BYTES // beside - 1024 - factors) // step)))
 
 
 def wide_narrow_tile(shape: Shape) -> GemmTile | None:

@@ -170,6 +170,8 @@ def _converting(body: str, pairs: int) -> Any:
 INT4_2, INT4_4 = _converting(_INT4, 1), _converting(_INT4, 2)
 INT8_2, INT8_4, FP8_2, FP8_4 = _converting(_INT8, 1), _converting(_INT8, 2), _converting(_FP8, 1), _converting(_FP8, 2)
 FP4_2, FP4_4 = _converting(_FP4, 1), _converting(_FP4, 2)
+# -128 and -136 twice, as bfloat16 in 32 bits
+LESS_128, LESS_136 = tl and tl.constexpr(0xC300C300 - (1 << 32)), tl and tl.constexpr(0xC308C308 - (1 << 32))
 # For CUDA cores: the number in the top of the fraction of 16 and 256, four shifts for eight numbers.
 INT4_FLOAT = tl and tl.constexpr("{ .reg .b32 t, w;\nmov.b32 w, $8;\n" + "".join(f"""{shift};
 lop3.b32 ${low}, t, 0x00078000, 0x43800000, 0xea;

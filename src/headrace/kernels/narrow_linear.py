@@ -1,7 +1,9 @@
 """Products with narrow weights on a card, wherever the fused decode step does not run: prompts, mixed steps, other families.
 
-Three ways, by the number of rows alone:
+Four ways, by the number of rows alone:
 - few, and of int8 by rows up to some hundreds: the weights' own kernel (narrow_gemm.py): activations as they are;
+- some dozens to hundreds, of int4 in groups of 128 on Hopper: a kernel that widens on the way into the tensor cores
+  (folded_gemm.py), with the same numbers as those of whole matrices widened;
 - many, FP8 with a scale a row: FP8 tensor cores, activations rounded to FP8 for each row apart (quantize_rows.py), up to some
   hundred rows on Hopper by a kernel of our own (scaled_gemm.py);
 - many, of any other form: as many rows of the matrix at a time as stay in the L2 cache are widened to the activations' type,
@@ -15,7 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace.kernels import folded_tile
 from headrace.kernels.activation import Activation, act_mul
+from headrace.kernels.folded_product import FoldedProduct
 from headrace.kernels.launch import capability
 from headrace.kernels.narrow import NarrowMatrix
 from headrace.kernels.narrow_gemm import narrow_gemm, takes_many_rows, widen_rows
@@ -23,6 +27,7 @@ from headrace.kernels.quantize_rows import Rounded, quantize_gated, quantize_row
 from headrace.kernels.scaled_gemm import ScaledProduct, default_tile, takes
 
 FEW_ROWS = 64
+FEW_FOLDED_ROWS = 16  # of int4 where there is a kernel for more
 FEW_SCALED_ROWS = 32  # of FP8 where there is a kernel for more: 40 rows of an 8B take 4.2 ms, widened in registers 5.6 (H200)
 FEW_ROWS_WIDENED = 128  # up to here widening the matrix costs more than the slower product
 MANY_ROWS = 512  # of matrices for which the product is made for so many
@@ -55,13 +60,14 @@ class NarrowProduct:
         self.column_scales = weight.scales.float().t() if self.scaled else weight.scales
         own = self.scaled and takes(weight.data.device)
         self.own = ScaledProduct(weight.data, self.column_scales, bias) if own else None
+        self.folded = FoldedProduct(weight, bias) if folded_tile.suits(weight) else None
 
     @property
     def workspace_bytes(self) -> int:
         """Of what is there for a moment beside x and the product; x in FP8 has room among what is counted for activations."""
         if self.own is not None:
             return self.own.workspace_bytes
-        return 0 if self.scaled else WIDENED_BYTES
+        return 0 if self.scaled else max(WIDENED_BYTES, 0 if self.folded is None else self.folded.workspace_bytes)
 
     def __call__(self, x: Tensor | Rounded, out: Tensor | None = None) -> Tensor:
         if isinstance(x, Rounded):
@@ -69,6 +75,8 @@ class NarrowProduct:
         scaled = self.scaled and x.dtype == torch.bfloat16
         if scaled and rounds(x):
             return self._scaled(quantize_rows(x.contiguous()), x.dtype, out)
+        if self.folded is not None and x.dtype == torch.bfloat16 and FEW_FOLDED_ROWS < len(x) <= folded_tile.MOST_ROWS:
+            return self.folded(x, out)
         if scaled or len(x) <= (MANY_ROWS if takes_many_rows(self.weight, x) else FEW_ROWS_WIDENED):
             return narrow_gemm(x, self.weight, self.bias, out)
         return self._widened(x.contiguous(), out)

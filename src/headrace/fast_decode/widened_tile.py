@@ -1,0 +1,55 @@
+"""The tile of widened_gemm.py, apart from the kernel: that needs Gluon, and a card that has what it is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from headrace.fast_decode.ring_tile import runs
+from headrace.fast_decode.skinny_gemm import AllRows, GemmTile
+from headrace.kernels.launch import next_power_of_2
+from headrace.model.weight import Weight
+
+MAX_ROWS = 64
+RUN = 128  # columns of a step
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedTile(AllRows):
+    """One program's work: block_n columns (of a gated product as many gate rows and up rows) over 1 / splits of K, `stages`
+    times `runs` runs of 128 columns on their way, as many before the wait. Each warp has 16 rows of the weights, of a gated
+    product perhaps 16 of each kind."""
+
+    block_n: int
+    splits: int
+    stages: int
+    num_warps: int = 4
+    runs: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        """Of Triton's own pipeline."""
+        return 1
+
+    def otherwise(self, gated: bool) -> GemmTile:
+        """What multiplies by the same parts of K where the kernel does not run."""
+        return GemmTile(self.block_n * (2 if gated else 1), RUN, self.splits, 8 if self.block_n > 64 or gated else 4, 3)
+
+
+def row_block(rows: int) -> int:
+    """Rows of a program's tile when there are `rows`."""
+    return max(8, next_power_of_2(rows))
+
+
+def takes(weight: Weight, x: Tensor, tile: WidenedTile, columns: int) -> bool:
+    """Whether the kernel is for these: whole tiles, and a form that `suits`."""
+    parts = RUN * tile.runs * tile.splits
+    return suits(weight) and weight.shape[1] % parts == 0 and columns % tile.block_n == 0 and runs(x)
+
+
+def suits(weight: Weight) -> bool:
+    """4 bits in groups of 128, with zeros that are whole or none; 8 with a scale for each row."""
+    if weight.kind == "int4":
+        return weight.group == RUN and (weight.zeros is None or weight.zeros.dtype.itemsize == 1)
+    return weight.kind == "int8" and weight.group == 0 and weight.zeros is None

@@ -1,0 +1,40 @@
+"""What kernels in Gluon with rings of tiles share: the barriers, and sums of which several programs have parts."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+
+@gluon.jit
+def ring_barriers(STAGES: gl.constexpr):
+    """Of each place of a ring, that it is filled."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    return full
+
+
+@gluon.jit
+def leave_part(y, slab, split, ticket, SIZE: gl.constexpr, SPLITS: gl.constexpr):
+    """A split's sums are left to the last split of the tile, as by epilogues.finish; whether this is it."""
+    last = True
+    if SPLITS > 1:
+        gl.store(slab + split * SIZE, y)
+        gl.thread_barrier()  # all threads' stores before the one thread's release
+        last = gl.atomic_add(ticket, 1, sem="acq_rel") == SPLITS - 1
+    return last
+
+
+@gluon.jit
+def sum_parts(y, slab, ticket, SIZE: gl.constexpr, SPLITS: gl.constexpr):
+    """What all splits left, in their order, for the last one."""
+    if SPLITS > 1:
+        y = gl.load(slab, cache_modifier=".cg")
+        for s in gl.static_range(1, SPLITS):
+            y += gl.load(slab + s * SIZE, cache_modifier=".cg")
+        gl.store(ticket, 0)
+    return y
