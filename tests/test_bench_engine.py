@@ -19,7 +19,8 @@ import torch
 from headrace import LLM, SamplingParams
 from headrace.cli import main
 from headrace.model.families import model_config_from_hf
-from headrace.model.formats.quantized import Modules, Quantization, Scheme, quantization_of
+from headrace.model.formats.quantized import quantization_of
+from headrace.model.formats.scheme import Modules, Quantization, Scheme
 from headrace.model.narrow import quantized
 from headrace.model.weight import smallest
 from headrace.worker.reading import Reading

@@ -357,6 +357,16 @@ def test_layers_of_their_own_are_named_by_quark_auto_round_and_torchao(name: str
     check_equal(floats_of(load(tiny.path)), expected_of(tiny))
 
 
+def test_thousands_of_names_are_looked_up_as_one_list():
+    names = {f"layers.{i}.mlp": of_torchao("Int8WeightOnlyConfig") for i in range(2000)}
+    found = quantization_of({"quantization_config": torchao("FqnToConfig", fqn_to_config=names)})
+    assert found is not None and len(found.groups) == 1
+    assert found.scheme_of("layers.1999.mlp.down_proj") == found.groups[0][1] and found.scheme_of("layers.2000.mlp.down_proj") is None
+    rows, whole = ({"dtype": "fp8_e4m3", "qscheme": scheme} for scheme in ("per_channel", "per_tensor"))
+    found = quantization_of({"quantization_config": quark(rows, a=rows, b=whole, **{"a.b": rows}, c=None)})
+    assert found is not None and [len(found.groups), found.scheme_of("x.b"), found.scheme_of("x.a.b")] == [3, found.groups[1][1], found.groups[1][1]]
+
+
 def test_what_a_file_says_of_the_cache_is_accepted(tmp_path: Path):
     tiny = write_quantized(tmp_path / "model", FORMATS["ct-fp8-static"], **EVEN)
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

@@ -33,7 +33,7 @@ from headrace.cache.layer_shape import LayerShape
 from headrace.model.checkpoint import MADE
 from headrace.model.config import ModelConfig
 from headrace.model.families import weight_plan
-from headrace.model.formats.quantized import Quantization
+from headrace.model.formats.scheme import Quantization
 from headrace.worker.reading import Reading
 
 ROUNDS, ROUND_RUNS = 5, 6  # of each measurement

@@ -13,7 +13,8 @@ from headrace.config import EngineConfig
 from headrace.errors import ParameterError
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.families import model_config_from_hf
-from headrace.model.formats.quantized import Scheme, quantization_of
+from headrace.model.formats.quantized import quantization_of
+from headrace.model.formats.scheme import Scheme
 from headrace.model.formats.tensor_file import FLOATS
 
 OTHER = "narrow"  # what safetensors hold for which there is no format

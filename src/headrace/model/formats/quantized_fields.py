@@ -51,6 +51,12 @@ class Fields:
             self.refuse(name, "a positive number, or -1 for the whole row")
         return max(value, 0)
 
+    def block(self, name: str) -> tuple[int, int]:
+        value = self.given.get(name)
+        if not isinstance(value, list) or len(value) != 2 or any(type(n) is not int or not 0 < n < 1 << 24 for n in value):
+            self.refuse(name, "[rows, columns]")
+        return value[0], value[1]
+
     def names(self, name: str) -> list[str]:
         """A list of modules."""
         found = self.given.get(name) or []

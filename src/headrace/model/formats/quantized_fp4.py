@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from headrace.model.formats.blocks import powers_of_two
-from headrace.model.formats.quantized import Scheme
 from headrace.model.formats.quantized_matrix import Allowed, Read, Role, Rows, by_row, nibbles, scale_role
+from headrace.model.formats.scheme import Scheme
 from headrace.model.narrow import of_e2m1
 from headrace.model.weight import Weight
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from headrace.errors import CheckpointError
 from headrace.model.formats.blocks import powers_of_two
-from headrace.model.formats.quantized import Scheme
 from headrace.model.formats.quantized_matrix import Allowed, Read, Role, Rows, by_row, check_zeros, scale_role
+from headrace.model.formats.scheme import Scheme
 from headrace.model.formats.tensor_file import FLOATS
 from headrace.model.narrow import of_integers
 from headrace.model.weight import Kind, Weight

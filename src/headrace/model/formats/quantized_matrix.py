@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.errors import CheckpointError
 from headrace.model.formats.blocks import decode_rows
-from headrace.model.formats.quantized import Scheme
+from headrace.model.formats.scheme import Scheme
 from headrace.model.formats.tensor_file import TensorEntry
 from headrace.model.weight import Weight
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from headrace.model.formats.quantized import Scheme
 from headrace.model.formats.quantized_matrix import Allowed, Read, Role, Rows, by_row, scale_role, unpacked
+from headrace.model.formats.scheme import Scheme
 from headrace.model.formats.tensor_file import FLOATS
 from headrace.model.narrow import of_integers
 from headrace.model.weight import Weight

@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 from headrace.errors import CheckpointError
 from headrace.model.formats import quantized_fp4, quantized_fp8, quantized_packed, quantized_transposed
-from headrace.model.formats.quantized import Quantization, Scheme
 from headrace.model.formats.quantized_fields import INSTEAD
 from headrace.model.formats.quantized_matrix import MatrixSource, Part, Read, Role, Rows
+from headrace.model.formats.scheme import Quantization, Scheme
 from headrace.model.formats.tensor_file import FLOATS, TensorEntry
 from headrace.model.weight import Weight
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from headrace.errors import CheckpointError
-from headrace.model.formats.quantized import Scheme
 from headrace.model.formats.quantized_matrix import Allowed, Read, Role, Rows, check_zeros, nibbles, unpacked
+from headrace.model.formats.scheme import Scheme
 from headrace.model.narrow import of_integers
 from headrace.model.weight import Weight
 
