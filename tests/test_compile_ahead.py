@@ -592,6 +592,17 @@ def test_options_that_no_server_on_the_card_takes_are_refused(words, why, tmp_pa
         args.run(args)
 
 
+def test_a_model_that_a_card_cannot_hold_is_refused(tmp_path, monkeypatch) -> None:
+    """A 70B was compiled for a card of 24 GB, on which no server of it starts."""
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "headrace"))
+    shape = Path(__file__).parent.parent / "benchmarks" / "shapes" / "llama-3.3-70b.json"
+    (tmp_path / "config.json").write_text(shape.read_text())
+    for words in ("--card rtx4090 --quantization int4", "--card h100", "--card l40s --tensor-parallel-size 2"):
+        args = make_parser().parse_args(["compile", str(tmp_path), *words.split()])
+        with pytest.raises(CapacityError, match=r"the weights take \d+ GiB, and --gpu-memory-utilization 0.9 of NVIDIA"):
+            args.run(args)
+
+
 def test_a_file_of_narrow_matrices_with_a_tied_head(smollm2) -> None:
     """The embedded model's: there is no tensor of the head, which is the embedding."""
     checkpoint = resolve_checkpoint(EngineConfig(model=smollm2))

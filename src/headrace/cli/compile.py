@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from headrace.engine.build import resolve, with_seats
     from headrace.engine.named_format import without_named_format
     from headrace.engine.options import check_options
+    from headrace.engine.weight_sizes import weight_bytes
     from headrace.model.checkpoint import resolve_checkpoint
     from headrace.model.families import model_config_from_hf
 
@@ -71,6 +72,11 @@ def run(args: argparse.Namespace) -> int:
     # a draft model need not be here, and no thread computes
     alone = replace(config, device="cuda", threads=None, speculative_method=None, speculative_model=None)
     check_options(alone, checkpoint, model, here=False)
+    weights = weight_bytes(alone, checkpoint, on_card=True) // config.tensor_parallel_size
+    room = int((card.memory << 30) * config.gpu_memory_utilization)
+    if weights > room:
+        share = f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {card.name} are {room >> 30}"
+        raise CapacityError(f"the weights take {weights >> 30} GiB, and {share}: another card, fewer bits, or more cards")
     limits = resolve(with_seats(config, checkpoint, model, card.memory), model, torch.device("cuda"))
     began, shown = time.perf_counter(), sys.stderr.isatty()
 
