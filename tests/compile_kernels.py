@@ -45,11 +45,13 @@ from headrace.kernels.delta_layer import DeltaLayer
 from headrace.kernels.delta_prompts import plan_chunks
 from headrace.kernels.delta_triton import delta_rule_triton
 from headrace.kernels.experts_lora import ExpertAdds
+from headrace.kernels.folded_tile import FORMS
 from headrace.kernels.gather_kv import gather_kv
 from headrace.kernels.latent_attention import PartSpace, latent_attention
 from headrace.kernels.latent_rows import latent_rope_write_triton
 from headrace.kernels.lora import add_lora, group_rows, new_pair
 from headrace.kernels.lora_product import members_of, shrink_few
+from headrace.kernels.narrow_linear import NarrowProduct
 from headrace.kernels.norm import add_normed_triton, add_rms_norm_triton, rms_norm_triton
 from headrace.kernels.qkv import qkv_rope_write_triton
 from headrace.kernels.sample import add_mask_triton, sample_rows
@@ -69,6 +71,23 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return meta(*shape, dtype=dtype)
+
+
+def widened_products() -> None:
+    """Rings of 4 and 8 bits, and what is folded."""
+    for kind in ("int4", "int8"):
+        for rows in (8, 32, 64):
+            for shape in decode_tiles.product_shapes(gpu_decode.MODELS["8b"]).values():
+                tile, out = decode_tiles.narrow_tile(shape, rows, kind), meta(rows, shape.columns)
+                weight = gpu_decode.narrow_meta(shape.columns * (2 if shape.gated else 1), shape.width, kind)
+                if shape.gated:
+                    for form in (tile, replace(tile, block_n=32)):
+                        glu(meta(rows, shape.width), weight, out, form, sumsq=meta(rows, 64, dtype=torch.float32), eps=1e-6)
+                else:
+                    project(meta(rows, shape.width), weight, meta(tile.splits, rows, shape.columns, dtype=torch.float32), tile)
+    product = NarrowProduct(gpu_decode.narrow_meta(4096, 12288, "int4"), None)
+    for rows in FORMS:
+        product(meta(rows, 12288))
 
 
 def attention(heads: int, kv_heads: int, head_dim: int, *, block: int = 64, dtype=torch.bfloat16, window: int = 0,
@@ -464,6 +483,7 @@ CASES: dict[str, Callable[[], None]] = {
     "decode of 8 rows ahead": decode(8, lambda config: gpu_decode.forced(config, "ahead")),
 }
 LARGE = {  # with tiles made for the shared memory of sm_90
+    "widened products": widened_products,
     **{f"FP8 step of {n} rows": partial(fp8_step, n) for n in (8, 16, 32, 64)},
     **{f"FP8 step of {n} rows and cache": partial(fp8_step, n, True) for n in (8, 32)},
     "roles 8B": roles(32, 8, 128),
