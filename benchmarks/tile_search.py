@@ -279,6 +279,7 @@ def to_json(table: TileTable) -> str:
         for name in ("short_attention", "few_attention", "ring_attention"):
             tile = getattr(tiles, name)
             entry[name] = None if tile is None else asdict(tile)
+        entry["cluster_attention"] = [asdict(tile) for tile in tiles.cluster_attention]
         for name in PRODUCTS:
             tile = getattr(tiles, name)
             entry[name] = {"kind": names[type(tile)], **asdict(tile)}

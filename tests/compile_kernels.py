@@ -2,7 +2,8 @@
 
 What the interpreter accepts but the compiler refuses is thus found without a card. Meta tensors stand for the arguments, and
 every launch only compiles. Prints a JSON line per kernel: case, kernel, registers, spilled bytes, shared memory, what the
-assembler got wrong, and which machine code it is: run in two trees it says whether a change of a kernel's text changed more.
+assembler got wrong, which buffer lies elsewhere than the kernel takes it to, and which machine code it is: run in two trees it
+says whether a change of a kernel's text changed more.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -22,6 +25,7 @@ os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # or machine code would differ by 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import torch
+from triton._C.libtriton import ir, nvidia, passes
 
 import compile_ahead
 import gpu_decode
@@ -35,6 +39,7 @@ from headrace.fast_decode.forward import FastDecode
 from headrace.fast_decode.gemv import GemvTile
 from headrace.fast_decode.products import glu, project
 from headrace.fast_decode.skinny_gemm import GemmTile
+from headrace.fast_decode.tile_tables import load_tiles
 from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.kernels import experts_triton, prepare, prompt_rows, tables
 from headrace.kernels.activation import act_mul_triton
@@ -491,6 +496,7 @@ LARGE = {  # with tiles made for the shared memory of sm_90
     "roles head 256 window softcap": roles(8, 4, 256, window=4096, softcap=50.0),
     **{f"gate and up of {n} groups": partial(gated_product, n) for n in (2, 3)},
     "decode of 8 rows in rings": decode(8, decode_tiles.default_table),
+    **{f"decode of {n} rows in clusters": decode(n, lambda config: load_tiles(config, "NVIDIA H200")) for n in (1, 2, 4, 8, 16, 32)},
     "decode of 32 rows of Gemma-2 in rings": decode(32, decode_tiles.default_table, "gemma2_2b"),
     "decode of 64 rows of Gemma-2 in rings": decode(64, decode_tiles.default_table, "gemma2_2b"),
     "decode of 64 rows in rings": decode(64, lambda config: gpu_decode.forced(config, "ring")),
@@ -513,6 +519,29 @@ LARGE = {  # with tiles made for the shared memory of sm_90
 }
 
 
+def misplaced(kernel) -> list[str]:
+    """Where Triton puts the first buffer of a kernel whose programs form clusters, if it is not where the kernel takes it to lie
+    (see kernels/cluster.py)."""
+    if kernel.metadata.num_ctas == 1:
+        return []
+    context = ir.context()
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+        file.write(kernel.asm["ttgir"])
+        file.flush()
+        module = ir.parse_mlir_module(file.name, context)
+    manager = ir.pass_manager(context)  # as Triton's make_llir has them
+    passes.ttgpuir.add_allocate_warp_groups(manager)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, 90, 87)
+    manager.run(module, "places")
+    found = re.search(r"ttg\.local_alloc[^\n]*allocation\.offset = (\d+)", str(module))
+    taken = kernel.src.constants[(kernel.src.fn.arg_names.index("BASE"),)]
+    return [] if found is not None and int(found[1]) == taken else [f"at byte {found and found[1]}, not {taken}"]
+
+
 def main(capability: int, *parts: str) -> None:
     compiled: list = []
     compile_ahead.install(capability, lambda *found: compiled.append(found))
@@ -523,9 +552,10 @@ def main(capability: int, *parts: str) -> None:
         case()
         for kernel_name, kernel in {kernel.hash: (kernel_name, kernel) for kernel_name, kernel in compiled}.values():
             registers, spills = compile_ahead.usage(kernel.asm["cubin"])
-            wrong = compile_ahead.stack_pointer_taken(kernel.asm["cubin"]) + compile_ahead.overwritten(kernel.asm["cubin"])
+            cubin = kernel.asm["cubin"]
+            wrong = [*compile_ahead.stack_pointer_taken(cubin), *compile_ahead.overwritten(cubin), *misplaced(kernel)]
             print(json.dumps({"case": name, "kernel": kernel_name, "registers": registers, "spills": spills,
-                              "shared": kernel.metadata.shared, "wrong": wrong,
+                              "shared": kernel.metadata.shared, "ctas": kernel.metadata.num_ctas, "wrong": wrong,
                               "code": hashlib.sha256(kernel.asm["cubin"]).hexdigest()[:12]}), flush=True)  # fmt: skip
 
 

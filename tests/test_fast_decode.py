@@ -318,6 +318,36 @@ def test_a_program_for_each_query_head_is_for_contexts_that_are_not_long(monkeyp
     assert [tile.block_n for tile in seen[layers:]] == [64 if dtype == torch.float32 else 128] * layers
 
 
+@pytest.mark.parametrize(
+    ("rings", "dtype", "longest", "expected"),
+    [
+        (True, torch.float32, 50, ("first", 2)), (True, torch.float32, 100, ("second", 4)), (True, torch.float32, 101, ("few", 3)), (True, torch.float32, 201, ("ring", 2)),
+        (True, fp8.DTYPE, 100, ("few", 3)), (False, torch.float32, 100, ("few", 3)),
+    ],
+)  # fmt: skip
+def test_clusters_are_for_hopper_and_a_cache_in_bfloat16(monkeypatch, rings: bool, dtype, longest: int, expected) -> None:
+    """And for contexts of up to their tokens; their programs are a power of two."""
+    tiles = replace(
+        GEMM, few_attention=AttentionTile(32, few=200), ring_attention=RingAttention(2, 2, 8), attention_programs=12,
+        cluster_attention=(RingAttention(1, 2, 12, few=50), RingAttention(3, 3, 28, few=100)),
+    )  # fmt: skip
+    fast = FastDecode(PLAIN, random_weights(PLAIN), 2, CPU, {2: tiles})
+    fast.rings = rings
+    seen: set[tuple[str, int]] = set()
+
+    def spy(qkv, out, *args, tile: AttentionTile, num_splits: int, **options) -> None:
+        tiles_of = {"few": tiles.few_attention, "ring": tiles.ring_attention, "first": tiles.cluster_attention[0], "second": tiles.cluster_attention[1]}
+        names = [name for name, other in tiles_of.items() if other == tile]
+        seen.add((*names, num_splits))
+        out.zero_()
+
+    monkeypatch.setattr(fast_decode, "decode_attention", spy)
+    batch, kv = decode_batch(PLAIN, [40, 17], 64, dtype)
+    batch.context_lens = [longest, 40]
+    fast.forward(batch, kv)
+    assert PLAIN.num_kv_heads == 2 and seen == {expected}
+
+
 @pytest.mark.parametrize("model", ["0.6b", "1.7b", "4b", "8b"])
 def test_what_is_early_and_the_sums_fit_into_a_small_card(model: str) -> None:
     """An L4 has 99 KB for a program: o of Qwen3-0.6B at 32 rows once asked for 104."""
@@ -400,6 +430,14 @@ def test_a_table_whose_attention_would_wait_for_ever_is_none() -> None:
     assert from_json(text)[16].ring_attention == RING.ring_attention
     with pytest.raises(ValueError, match="never come"):
         from_json(text.replace('"chunk": 2', '"chunk": 3'))
+
+
+def test_a_table_whose_splits_are_no_cluster_is_none() -> None:
+    step = replace(RING, down=RingTile(32, 64, 4, 2, cluster=True), cluster_attention=(RingAttention(2, 2, 20, few=512),))
+    text = to_json({16: step})
+    assert from_json(text) == {16: step}
+    with pytest.raises(ValueError, match="3 splits are no cluster"):
+        from_json(text.replace('"splits": 4', '"splits": 3'))
 
 
 def test_tune_finds_the_fastest_candidate() -> None:

@@ -112,6 +112,24 @@ def test_parts_of_rings_join_the_residual(rows: int, columns: int, width: int, b
         assert not space.tickets.any()
 
 
+@pytest.mark.parametrize("tile", [RingTile(64, 128, 2, 3), RingTile(64, 256, 4, 2, True), RingTile(64, 64, 8, 4, True), RingTile(128, 64, 4, 4)])
+@pytest.mark.parametrize(("rows", "columns", "width"), [(2, 1024, 3072), (8, 1024, 2048), (11, 200, 1000), (32, 2560, 2048)])
+def test_parts_of_rings_join_in_clusters(rows: int, columns: int, width: int, tile: RingTile, card) -> None:
+    """The same bits as by memory and tickets, again and again."""
+    draw = torch.Generator(card).manual_seed(0)
+    shapes = (rows, width), (columns, width), (columns,)
+    x, weight, norm = (torch.randn(*shape, generator=draw, device=card).to(BF16) for shape in shapes)
+    before = torch.randn(rows, columns, generator=draw, device=card)
+    space, found = SplitSpace(tile.partial_elements(rows, columns), -(-columns // tile.block_n), card), []
+    for instead in (tile, *[replace(tile, cluster=True)] * 20):
+        total, normed = before.clone(), torch.empty(rows, columns, dtype=BF16, device=card)
+        squares = torch.empty(rows, -(-columns // tile.block_n), device=card)
+        residual(x, Weight(weight), total, normed, squares, norm, instead, space)
+        found.append((total, normed, squares))
+    assert relative(found[0][0], before + x.float() @ weight.float().T) < 5e-3
+    assert all(torch.equal(ours, first) for others in found[1:] for ours, first in zip(others, found[0], strict=True))
+
+
 @pytest.mark.parametrize("tile", [RingTile(64, 128, 1, 2), RingTile(64, 64, 1, 9, True)])
 @pytest.mark.parametrize(("rows", "columns", "width"), [(3, 192, 1000), (40, 1000, 2048)])
 def test_gate_and_up_by_short_rings(rows: int, columns: int, width: int, tile: RingTile, card) -> None:
@@ -145,14 +163,15 @@ def test_attention_in_turns(heads: int, kv_heads: int, dim: int, normed: bool, w
         "slot_mapping": batch.slot_mapping, "cos": angle.cos(), "sin": angle.sin(), "q_norm": norms[0], "k_norm": norms[1],
         "heads": HeadShape(heads, kv_heads, dim, dim**-0.5, cap), "window": window,
     }  # fmt: skip
-    for slabs, chunk, ring, splits in ((1, 2, 2, 1), (2, 1, 1, 3), (2, 3, 3, 2), (1, 1, 3, 8)):
-        if 4 * 64 * dim * ring > 200 * 1024:
+    # the last ones: parts of a sequence that join in a cluster
+    for slabs, chunk, ring, splits, few in ((1, 2, 2, 1, 0), (2, 1, 1, 3, 0), (2, 3, 3, 2, 0), (1, 1, 3, 8, 0), (2, 3, 3, 2, 1), (2, 2, 2, 4, 1), (1, 1, 3, 8, 1)):
+        if 4 * 64 * dim * ring + few * 8 * splits * heads // kv_heads * dim > 212 * 1024:
             continue
         qkv = torch.randn(slabs, len(lengths), (heads + 2 * kv_heads) * dim, device=card)
         ours, theirs = (moved(kv, card) for _ in range(2))
         out = torch.full((len(lengths), heads * dim), float("nan"), device=card, dtype=BF16)
         space = SplitSpace(splits * len(lengths) * heads * dim, len(lengths) * kv_heads, card, lse=splits * len(lengths) * heads)
-        tile = RingAttention(chunk, ring, 0)
+        tile = RingAttention(chunk, ring, 0, few)
         decode_attention(qkv, out, ours, 0, **options, num_splits=splits, tile=tile, space=space)
         assert not space.tickets.any()
         expected = decode_attention_reference(qkv.sum(0), theirs, 0, **options)
@@ -181,19 +200,36 @@ def test_replays_are_bit_identical(rows: int, card) -> None:
     batch, kv = decode_batch(config, (LENGTHS * 32)[:rows], 64, BF16)
     batch, kv = moved(batch, card), moved(kv, card)
     for table in (default_table(config), *([forced(config, ahead_tile), forced(config, ring_tile)] if rows <= 64 else [])):
-        fast = FastDecode(config, weights, rows, card, table)
-        fast.forward(batch, kv)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = fast.forward(batch, kv)
+        check_replays(FastDecode(config, weights, rows, card, table), batch, kv)
+
+
+def check_replays(fast: FastDecode, batch, kv) -> None:
+    fast.forward(batch, kv)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fast.forward(batch, kv)
+    graph.replay()
+    first, different = out.clone(), torch.zeros((), dtype=torch.int64, device=out.device)
+    for _ in range(300):
         graph.replay()
-        first, different = out.clone(), torch.zeros((), dtype=torch.int64, device=card)
-        for _ in range(300):
-            graph.replay()
-            different += (out != first).any()
-        assert first.isfinite().all()
-        assert int(different) == 0, f"{int(different)} of 300 replays differ from the first"
+        different += (out != first).any()
+    assert first.isfinite().all()
+    assert int(different) == 0, f"{int(different)} of 300 replays differ from the first"
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_steps_in_clusters(rows: int, card) -> None:
+    """Right, and the same bits in all replays; where there are no clusters by what takes their place."""
+    config = replace(WIDE, num_heads=8, num_kv_heads=4, num_layers=4)
+    step = replace(
+        forced(config, ring_tile)[8], o=RingTile(64, 64, 2, 3, cluster=True), down=RingTile(64, 128, 4, 3, True, True),
+        cluster_attention=(RingAttention(2, 2, 128, few=1024),),
+    )  # fmt: skip
+    check(config, card, rows, {8: step})
+    batch, kv = decode_batch(config, LENGTHS[:rows], 64, BF16)
+    fast = FastDecode(config, moved(random_weights(config, dtype=BF16), card), rows, card, {8: step})
+    check_replays(fast, moved(batch, card), moved(kv, card))
 
 
 def test_a_graph_follows_lengths_and_padding(card) -> None:

@@ -30,7 +30,7 @@ def run(script: str, *args: str, **env: str) -> str:
 PARTS = {  # by card; `make conformance` has them all
     80: ("decode of 1 row", "decode of 4 rows 8B", "adapters of 32"),
     86: ("products of 64 rows", "adapted experts of 1024 rows in FP4"),
-    90: ("sampling", "all-reduce", "ranks'", "decode of 1 row", "in rings", "decode of 64 rows 8B", "decode of 256 rows", "narrow products", "FP8 step",
+    90: ("sampling", "all-reduce", "ranks'", "decode of 1 row", "in rings", "in clusters", "decode of 64 rows 8B", "decode of 256 rows", "narrow products", "FP8 step",
          "latent 20 heads", "small delta net in float32", "varlen 0.6B", "roles head 256", "gate and up", "experts of 1024 rows in FP4"),
     120: ("varlen head 256 window", "widened 8B in FP8"),
 }  # fmt: skip
@@ -81,6 +81,12 @@ def test_fused_decode_compiles(compiled, capability: int) -> None:
     assert {kernel["kernel"] for kernel in kernels} == names
     assert max(kernel["shared"] for kernel in kernels) <= SHARED_MEMORY[capability]
     assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"
+
+
+def test_what_clusters_join_lies_where_kernels_take_it_to(compiled) -> None:
+    kernels = [kernel for kernel in of(compiled[90], "in clusters") if kernel["ctas"] > 1]
+    assert {kernel["kernel"] for kernel in kernels} == {"_ring_kernel", "_ring_attention_kernel"}
+    assert not [kernel for kernel in kernels if kernel["wrong"]]
 
 
 def test_adapters_compile(compiled) -> None:

@@ -54,7 +54,7 @@ class _Interpreted:
 
             names = self.names()[: len(values)]
             arguments = dict(zip(names, values, strict=True)) | arguments
-            for name in ("num_warps", "num_stages", "launch_pdl", "maxnreg"):
+            for name in ("num_warps", "num_stages", "num_ctas", "launch_pdl", "maxnreg"):
                 arguments.pop(name, None)
             gluon.run(
                 self.file, self.kernel, grid, arguments, beside=self.beside, put=put, _widened=widened, fp8_factors=factors,

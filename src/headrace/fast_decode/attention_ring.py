@@ -21,12 +21,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.fast_decode.attention_reference import HeadShape
 from headrace.fast_decode.ring_gemm import await_parts, say_done
 from headrace.fast_decode.ring_tile import KEYS, RingAttention
 from headrace.kernels.activation import soft_cap
+from headrace.kernels.cluster import (
+    await_begun,
+    await_joined,
+    barriers,
+    begin_joining,
+    blocked,
+    joined_one,
+    lane_like,
+    operand,
+    place_of,
+    plain,
+    rank_in_cluster,
+    send_four,
+    send_one,
+    sums_of,
+    tiles_of,
+)
 from headrace.kernels.gluon_launch import grid_dependency
 from headrace.kernels.launch import pdl
 from headrace.kernels.rounded import put
@@ -37,10 +53,10 @@ LEAST = 2  # tiles of a program, where a sequence has so many: another part take
 
 
 @gluon.jit
-def full_barriers(RING: gl.constexpr):
+def full_barriers(RING: gl.constexpr, CTAS: gl.constexpr = 1):
     """Of each place of the rings of keys and of values, that it is filled."""
-    k_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [RING, 1], barriers(CTAS))
+    v_full = gl.allocate_shared_memory(gl.int64, [RING, 1], barriers(CTAS))
     for i in gl.static_range(RING):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -73,12 +89,15 @@ def ask_tile(tiles, ring, full, table, first, i, count, head, DIM: gl.constexpr,
 
 
 @gluon.jit
-def _clear_tail(tile, tail, parts: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr):
+def _clear_tail(tile, tail, parts: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, CTAS: gl.constexpr):
     """What lies behind the first `tail` tokens may be anything, and 0 * NaN is NaN."""
     token = gl.arange(0, TILE, layout=gl.SliceLayout(1, parts))
-    for c in gl.static_range(DIM // 64):
-        part = tile.slice(c * 64, 64, 1)
-        part.store(gl.where((token < tail)[:, None], part.load(parts), 0.0))
+    if CTAS > 1:  # of which buffers have no slices
+        tile.store(gl.where((token < tail)[:, None], tile.load(parts), 0.0))
+    else:
+        for c in gl.static_range(DIM // 64):
+            part = tile.slice(c * 64, 64, 1)
+            part.store(gl.where((token < tail)[:, None], part.load(parts), 0.0))
 
 
 @gluon.jit
@@ -198,6 +217,36 @@ def leave(
             gl.store(ticket, 0)
 
 
+@gluon.jit
+def join_in_cluster(
+    o, lse, out, joined, split, used, BASE: gl.constexpr,
+    GROUP: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr, CTAS: gl.constexpr,
+):  # fmt: skip
+    """As `leave`, over distributed shared memory: parts, behind them the logarithms of their weights' sums, and a barrier."""
+    SIZE: gl.constexpr = GROUP * DIM
+    BEHIND: gl.constexpr = BASE + 4 * CTAS * SIZE
+    BARRIER: gl.constexpr = BEHIND + 4 * CTAS * GROUP
+    flat: gl.constexpr = blocked([4, 1], [16, 2], [1, 4], [0, 1], CTAS)
+    sent_of: gl.constexpr = blocked([CTAS, SIZE // 128], [1, 32], [1, 4], [1, 0], CTAS)
+    o = gl.convert_layout(o, flat)
+    top = gl.convert_layout(lse, gl.SliceLayout(0, flat))
+    d = gl.arange(0, DIM, layout=gl.SliceLayout(1, flat))
+    g = gl.arange(0, ROWS, layout=gl.SliceLayout(0, flat))
+    at = BASE + 4 * (split * SIZE + g[None, :] * DIM + d[:, None])
+    await_begun(4, CTAS)
+    send_four(o, at, BARRIER, (d >= 0)[:, None] & (g < GROUP)[None, :])
+    send_one(top, BEHIND + 4 * (split * GROUP + g), BARRIER, (g < GROUP) & (lane_like(g) % 16 == 0))
+    if split == used - 1:
+        await_joined(BARRIER, used * (4 * SIZE + 4 * GROUP), 4, CTAS)
+        part = gl.arange(0, CTAS, layout=gl.SliceLayout(1, sent_of))
+        c = gl.arange(0, SIZE, layout=gl.SliceLayout(0, sent_of))
+        there = (part < used)[:, None] & (c >= 0)[None, :]
+        w = gl.where(there, joined_one(BEHIND + 4 * (part[:, None] * GROUP + c[None, :] // DIM)), -float("inf"))
+        w = gl.exp2(w - gl.max(w, 0)[None, :])
+        x = gl.where(there, joined.index(0).load(sent_of), 0.0)
+        gl.store(out + c, (gl.sum(x * w, 0) / gl.sum(w, 0)).to(gl.bfloat16))
+
+
 @gluon.jit(do_not_specialize=["num_splits", "window", "sizes_stride", "second"])
 def _ring_attention_kernel(
     qkv_ptr, k_tiles, v_tiles, k_ptr, v_ptr, tables_ptr, slots_ptr, lens_ptr, mapping_ptr, q_norm_ptr, k_norm_ptr, cos_ptr,
@@ -205,37 +254,43 @@ def _ring_attention_kernel(
     sizes_stride, second, slab_stride, table_stride, num_splits, window, scale, softcap, eps, norm_offset,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr, ROWS: gl.constexpr,
     SLABS: gl.constexpr, CHUNK: gl.constexpr, RING: gl.constexpr, LEAST: gl.constexpr, MERGE: gl.constexpr,
-    QK_NORM: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PAIR: gl.constexpr, PDL: gl.constexpr,
+    QK_NORM: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PAIR: gl.constexpr, CTAS: gl.constexpr,
+    BASE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     GROUP: gl.constexpr = HEADS // KV_HEADS
     HALF: gl.constexpr = DIM // 2
     LOG2E: gl.constexpr = 1.4426950408889634
-    prep: gl.constexpr = gl.BlockedLayout([1, DIM // 32], [1, 32], [4, 1], [1, 0])
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    parts: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    kept: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    prep: gl.constexpr = blocked([1, DIM // 32], [1, 32], [4, 1], [1, 0], CTAS)
+    sums: gl.constexpr = sums_of(ROWS, 4, CTAS)
+    parts: gl.constexpr = blocked([1, 8], [4, 8], [4, 1], [1, 0], CTAS)
+    kept: gl.constexpr = operand(CTAS)
     head = gl.program_id(0)
     split = gl.program_id(1)
     b = gl.program_id(2)
+    if CTAS > 1:
+        joined = gl.allocate_shared_memory(gl.float32, [2, CTAS, GROUP * DIM], plain(CTAS))
+        begin_joining(BASE + 4 * CTAS * (GROUP * DIM + GROUP), 4, CTAS)
     k_ring = gl.allocate_shared_memory(gl.bfloat16, [RING, TILE, DIM], k_tiles.layout)
     v_ring = gl.allocate_shared_memory(gl.bfloat16, [RING, TILE, DIM], v_tiles.layout)
     q_kept = gl.allocate_shared_memory(gl.bfloat16, [ROWS, DIM], kept)
     p_kept = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, ROWS, TILE], kept)
-    k_full, v_full = full_barriers(RING)
+    k_full, v_full = full_barriers(RING, CTAS)
     pos, oldest, begin, tiles, share = share_of(lens_ptr, b, num_splits, window, TILE, HAS_WINDOW)
     share = gl.maximum(share, LEAST)
+    if CTAS > 1:
+        split = (tiles + share - 1) // share - 1 - rank_in_cluster()  # the first has the new token, and adds up
     first = begin + split * share
     rg = gl.arange(0, ROWS, layout=gl.SliceLayout(1, prep))
     rd = gl.arange(0, DIM, layout=gl.SliceLayout(0, prep))
     g_ok = (rg < GROUP)[:, None] & (rd >= 0)[None, :]
     out = out_ptr + (b * HEADS + head * GROUP) * DIM
-    if (pos >= 0) & (first * TILE > pos):  # nothing to read: its place is another's at once
+    idle = split < 0 if CTAS > 1 else first * TILE > pos
+    if (pos >= 0) & idle:  # nothing to read: its place is another's at once
         return
     if pos < 0:
         if PDL:
-            grid_dependency("wait")
-            grid_dependency("launch_dependents")
+            grid_dependency("wait", 4, CTAS)
+            grid_dependency("launch_dependents", 4, CTAS)
         if split == 0:
             of_rows = places_of_sizes(sizes_ptr, sizes_stride, b, head * GROUP + rg, out_ptr)
             zeros = gl.full([ROWS, DIM], 0.0, gl.float32, prep)
@@ -252,8 +307,8 @@ def _ring_attention_kernel(
     factors = rotation(q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, pos, rd, partner, norm_offset, DIM, QK_NORM)
     q_cos, q_sin, k_cos, k_sin = factors
     if PDL:
-        grid_dependency("wait")
-        grid_dependency("launch_dependents")
+        grid_dependency("wait", 4, CTAS)
+        grid_dependency("launch_dependents", 4, CTAS)
     q, q_turned, k_new, k_turned, v_row = new_numbers(
         qkv_ptr, b, head, rg, rd, partner, g_ok, slab_stride, HEADS, KV_HEADS, DIM, SLABS
     )
@@ -264,7 +319,7 @@ def _ring_attention_kernel(
     last = (count - 1) % RING
     if owner & (count <= RING):
         mbarrier.wait(v_full.index(last), 0)
-        _clear_tail(v_ring.index(last), tail, parts, DIM, TILE)
+        _clear_tail(v_ring.index(last), tail, parts, DIM, TILE, CTAS)
     q, k_new = rotated(q, q_turned, k_new, k_turned, q_cos, q_sin, k_cos, k_sin, eps, DIM, QK_NORM)
     q = q.to(gl.bfloat16)
     k_new = k_new.to(gl.bfloat16)
@@ -327,7 +382,7 @@ def _ring_attention_kernel(
                     ask_tile(k_tiles, k_ring, k_full, table, first, c0 + j + RING, count, head, DIM, TILE, RING)
         if owner & (c0 + CHUNK >= count) & (count > RING):
             mbarrier.wait(v_full.index(last), (count - 1) // RING & 1)
-            _clear_tail(v_ring.index(last), tail, parts, DIM, TILE)
+            _clear_tail(v_ring.index(last), tail, parts, DIM, TILE, CTAS)
         fence_async_shared()
         gl.thread_barrier()
         for j in gl.static_range(CHUNK):
@@ -344,10 +399,13 @@ def _ring_attention_kernel(
     total = gl.sum(l, 0)
     o = acc / total[None, :]
     used = (tiles + share - 1) // share
-    leave(
-        o, m + gl.log2(total), out, sizes_ptr, partials_ptr, lse_ptr, tickets_ptr, sizes_stride, second, b, head, split,
-        num_splits, used, HEADS, KV_HEADS, DIM, ROWS, MERGE, PAIR,
-    )
+    if CTAS > 1:
+        join_in_cluster(o, m + gl.log2(total), out, joined, split, used, BASE, GROUP, DIM, ROWS, CTAS)
+    else:
+        leave(
+            o, m + gl.log2(total), out, sizes_ptr, partials_ptr, lse_ptr, tickets_ptr, sizes_stride, second, b, head, split,
+            num_splits, used, HEADS, KV_HEADS, DIM, ROWS, MERGE, PAIR,
+        )
 
 
 def ring_attention(
@@ -358,13 +416,18 @@ def ring_attention(
     """As `attention.decode_attention`."""
     slabs, rows, _ = qkv.shape
     kv_heads, dim = heads.num_kv_heads, heads.head_dim
-    layout = gl.NVMMASharedLayout.get_default_for([TILE, dim], gl.bfloat16)
-    k_tiles, v_tiles = (TensorDescriptor.from_tensor(x.view(-1, kv_heads * dim), [TILE, dim], layout) for x in (k, v))
-    _ring_attention_kernel[kv_heads, num_splits, rows](
+    group = heads.num_heads // kv_heads
+    size = group * dim  # of a part; places for those of a cluster are no smaller than what else is in shared memory by then
+    clusters = tile.few and sizes is None and group & (group - 1) == 0 and size >= 128 and num_splits * group >= 4
+    ctas, ring = num_splits if clusters else 1, 2 * tile.ring * TILE * dim
+    q, p = 2 * HEADS_AT_ONCE * dim, 2 * HEADS_AT_ONCE * TILE * tile.chunk
+    base = place_of("joined", {"joined": 8 * ctas * size, "k": ring, "v": ring, "q": q, "p": p}) if ctas > 1 else 0
+    k_tiles, v_tiles = (tiles_of(x.view(-1, kv_heads * dim), [TILE, dim], ctas) for x in (k, v))
+    _ring_attention_kernel[kv_heads, num_splits // ctas, rows](
         qkv, k_tiles, v_tiles, k, v, block_tables, seq_slots, seq_lens, slot_mapping, q_norm, k_norm, cos, sin, out,
         sizes, space.partials, space.lse, space.tickets, 0 if sizes is None else sizes.stride(0), out.stride(0), qkv.stride(0),
         block_tables.stride(0), num_splits, window, heads.scale, heads.softcap, heads.norm_eps, heads.norm_offset,
         HEADS=heads.num_heads, KV_HEADS=kv_heads, DIM=dim, TILE=TILE, ROWS=HEADS_AT_ONCE, SLABS=slabs, CHUNK=tile.chunk,
-        RING=tile.ring, LEAST=LEAST, MERGE=4, QK_NORM=q_norm is not None, HAS_WINDOW=window > 0, HAS_SOFTCAP=heads.softcap > 0,
-        PAIR=out.dim() == 3, num_warps=4, **pdl(qkv),
+        RING=tile.ring, LEAST=tile.chunk if ctas > 1 else LEAST, MERGE=4, QK_NORM=q_norm is not None, HAS_WINDOW=window > 0,
+        HAS_SOFTCAP=heads.softcap > 0, PAIR=out.dim() == 3, CTAS=ctas, BASE=base, num_ctas=ctas, num_warps=4, **pdl(qkv),
     )  # fmt: skip

@@ -134,6 +134,7 @@ class FastDecode:
         self.rings = ring_attention_suits(config) and runs(weights.embedding)
         steps = self._all_steps()
         both = [(n, tiles) for n, step in steps for tiles in (step, with_ring_attention(step))]
+        both += [(n, replace(step, attention=tile)) for n, step in steps for tile in step.cluster_attention]
         row_splits = max(n * self._num_splits(tiles, n, length) for n, tiles in both)
         self.work = Workspace(config, weights, max_rows, steps, row_splits, logits_dtype, device, rounds=self.rounds)
         self.ranks = None if group is None else self._rank_parts(group, dtype, device)
@@ -197,6 +198,8 @@ class FastDecode:
     def _num_splits(self, tiles: StepTiles, rows: int, context: int) -> int:
         """Programs that share a sequence of up to `context` tokens, so that the card is filled and none has too much. No more
         with an FP8 cache: the workspace is for any."""
+        if isinstance(tiles.attention, RingAttention) and tiles.attention.few:
+            return tiles.attention.cluster(rows * self.config.num_kv_heads)
         fill = min(MAX_SPLITS, max(1, tiles.attention_programs // (rows * self.config.num_kv_heads)))
         needed = -(-context // MAX_SPLIT_TOKENS)
         step = tiles.attention.keys if isinstance(tiles.attention, SplitTile) else tiles.attention.block_n
@@ -295,9 +298,12 @@ class FastDecode:
         tiles = self.tiles_for(batch.num_rows)
         if batch.related:  # a row of the one kernel would read what another one is about to write
             return with_attention_in_two(tiles)
-        if tiles.few_attention is not None and max(batch.context_lens) <= tiles.few_attention.few:
+        context, rings = max(batch.context_lens), self.rings and kv.k[0].shape[1] == KEYS
+        for tile in tiles.cluster_attention if rings and kv.scales[0][0] is None else ():
+            if context <= tile.few:
+                return replace(tiles, attention=tile)
+        if tiles.few_attention is not None and context <= tiles.few_attention.few:
             return replace(tiles, attention=tiles.few_attention)
-        rings = self.rings and kv.k[0].shape[1] == KEYS
         if kv.scales[0][0] is not None:
             return with_fp8_cache(tiles, self.config, batch.num_rows, rings and fp8_rings_suit(self.config))
         return with_ring_attention(tiles) if rings else tiles

@@ -66,10 +66,10 @@ MAX_ROWS: dict[type, int] = {
 }  # fmt: skip
 
 
-def _ring_plan(*arguments: Any) -> Plan:
+def _ring_plan(*arguments: Any, **more: Any) -> Plan:
     from headrace.fast_decode.ring_gemm import plan  # which needs Gluon
 
-    return plan(*arguments)
+    return plan(*arguments, **more)
 
 
 def _rounded_plan(*arguments: Any, **more: Any) -> Plan:
@@ -127,6 +127,8 @@ def _launch(
     more: dict[str, Any] = {name: given for name, given in (("push", push), ("low_rank", low_rank)) if given is not None}
     if sizes is not None:
         more |= {"sizes": sizes, "out_sizes": out_sizes}
+    if isinstance(tile, RingTile) and mode == "residual":
+        more["joins"] = True
     kernel, grid, own = plan(tile, x, weight, columns, sumsq, **more)
     if not isinstance(tile, GemvTile | DigitTile):  # of one row, or whose sums are in one piece
         own |= {

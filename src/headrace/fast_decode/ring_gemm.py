@@ -13,16 +13,29 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.fast_decode.epilogues import Plan, split_width, sumsq_block
 from headrace.fast_decode.ring_tile import RingTile, row_block
 from headrace.kernels.activation import activate, soft_cap
+from headrace.kernels.cluster import (
+    await_begun,
+    await_joined,
+    begin_joining,
+    blocked,
+    joined_four,
+    place_of,
+    plain,
+    rank_in_cluster,
+    send_four,
+    sums_of,
+    tiles_of,
+)
 from headrace.kernels.gluon_launch import grid_dependency
 from headrace.kernels.gluon_rings import leave_part, ring_barriers, sum_parts
 from headrace.model.weight import Weight
 
 WAITS_FROM = 64  # rows of a tile: its last split waits for the others and keeps its own sums; of fewer the one that comes last
+CLUSTER_ROWS = 32  # of a tile, whose splits may be a cluster
 
 
 @gluon.jit
@@ -87,30 +100,52 @@ def join_parts(y, slab, split, ticket, SIZE: gl.constexpr, SPLITS: gl.constexpr,
     return y, last
 
 
+@gluon.jit
+def join_in_cluster(y, at, split, BASE: gl.constexpr, SIZE: gl.constexpr, CTAS: gl.constexpr, WARPS: gl.constexpr):
+    """The same sum over distributed shared memory, for the tile's last split, the first of its cluster. The barrier lies where
+    its own part would."""
+    BARRIER: gl.constexpr = BASE + 4 * (CTAS - 1) * SIZE
+    await_begun(WARPS, CTAS)
+    if split < CTAS - 1:
+        send_four(y, BASE + 4 * (split * SIZE + at), BARRIER, at >= 0)
+    else:
+        await_joined(BARRIER, 4 * (CTAS - 1) * SIZE, WARPS, CTAS)
+        total = joined_four(BASE + 4 * at)
+        for p in gl.static_range(1, CTAS - 1):
+            total += joined_four(BASE + 4 * (p * SIZE + at))
+        y = total + y
+    return y, split == CTAS - 1
+
+
 @gluon.jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])  # or multiples of 16 would be variants
 def _ring_kernel(
     x_tiles, w_tiles, bias_ptr, sumsq_ptr, out_ptr, residual_ptr, norm_ptr, sumsq_out_ptr, partials_ptr, tickets_ptr,
     M, N, K, k_split, sumsq_tiles, sumsq_out_tiles, eps, scale, softcap, norm_offset,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
-    BEHIND: gl.constexpr, WAITS: gl.constexpr, MODE: gl.constexpr, SUMSQ_BLOCK: gl.constexpr, ACTIVATION: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PDL: gl.constexpr,
+    BEHIND: gl.constexpr, WAITS: gl.constexpr, CTAS: gl.constexpr, BASE: gl.constexpr, MODE: gl.constexpr,
+    SUMSQ_BLOCK: gl.constexpr, ACTIVATION: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = 2 if MODE == "glu" else 1
     BYTES: gl.constexpr = 2 * BLOCK_K * (PARTS * BLOCK_N + BLOCK_M)  # of a step; rows past the last come as zeros
     WARPS: gl.constexpr = BLOCK_N // 16  # four for 64 columns
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
-    flat: gl.constexpr = gl.BlockedLayout([4, 1], [BLOCK_N // 4, 128 // BLOCK_N], [1, WARPS], [0, 1])
-    squares: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
+    sums: gl.constexpr = sums_of(BLOCK_M, WARPS, CTAS)
+    flat: gl.constexpr = blocked([4, 1], [BLOCK_N // 4, 128 // BLOCK_N], [1, WARPS], [0, 1], CTAS)
+    squares: gl.constexpr = blocked([1, 4], [2, 16], [WARPS, 1], [1, 0], CTAS)
     if PDL:
-        grid_dependency("launch_dependents", WARPS)
+        grid_dependency("launch_dependents", WARPS, CTAS)
     tile = gl.program_id(0)
-    split = gl.program_id(1)
+    if CTAS > 1:
+        split = CTAS - 1 - rank_in_cluster()
+        joined = gl.allocate_shared_memory(gl.float32, [CTAS, BLOCK_N * BLOCK_M], plain(CTAS))
+        begin_joining(BASE + 4 * (CTAS - 1) * BLOCK_N * BLOCK_M, WARPS, CTAS)
+    else:
+        split = gl.program_id(1)
     n0 = tile * BLOCK_N
     k_start = split * k_split
     steps = gl.maximum(gl.cdiv(gl.minimum(k_split, K - k_start), BLOCK_K), 0)
     w_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES * PARTS, BLOCK_N, BLOCK_K], w_tiles.layout)
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_M, BLOCK_K], x_tiles.layout)
-    full = ring_barriers(STAGES)
+    full = ring_barriers(STAGES, CTAS)
     for i in range(0, gl.minimum(steps, STAGES)):
         ask(w_tiles, w_ring, full, i, n0, N, k_start + i * BLOCK_K, STAGES, PARTS, BYTES)
     # parameters of columns are weights, so before the wait
@@ -122,7 +157,7 @@ def _ring_kernel(
     place = rm[None, :] * N + rn[:, None]
     ok = (rm < M)[None, :] & (rn < N)[:, None]
     if PDL:
-        grid_dependency("wait", WARPS)
+        grid_dependency("wait", WARPS, CTAS)
     for i in range(0, gl.minimum(steps, STAGES)):
         tma.async_copy_global_to_shared(x_tiles, [0, k_start + i * BLOCK_K], full.index(i), x_ring.index(i))
     # what the epilogue reads is asked for now: behind the sums its latency would show
@@ -174,30 +209,38 @@ def _ring_kernel(
     else:
         SIZE: gl.constexpr = BLOCK_N * BLOCK_M
         slab = partials_ptr + tile * (SPLITS * SIZE) + rm[None, :] * BLOCK_N + (rn - n0)[:, None]
-        if WAITS:
+        if CTAS > 1:
+            at = rm[None, :] * BLOCK_N + (rn - n0)[:, None]
+            y, last = join_in_cluster(y, at, split, BASE, SIZE, CTAS, WARPS)
+        elif WAITS:
             y, last = join_parts(y, slab, split, tickets_ptr + tile, SIZE, SPLITS, WARPS)
         else:
             last = leave_part(y, slab, split, tickets_ptr + tile, SIZE, SPLITS)
         if last:
-            if not WAITS:
+            if CTAS == 1 and not WAITS:
                 y = sum_parts(y, slab, tickets_ptr + tile, SIZE, SPLITS)
             r = before + scale * (y + bias[:, None])
             gl.store(residual_ptr + place, r, mask=ok)
             gl.store(out_ptr + place, (r * norm[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
             gl.store(sumsq_out_ptr + rm * sumsq_out_tiles + tile, gl.sum(r * r, 0), mask=rm < M)
+        if CTAS > 1:
+            joined._keep_alive()  # nothing else lies in its place until here
 
 
-def plan(tile: RingTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor | None) -> Plan:
+def plan(tile: RingTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor | None, *, joins: bool = False) -> Plan:
+    """`joins`: the splits' sums are added up, in a cluster if the tile says so."""
     rows, width = x.shape
     block_m = row_block(rows)
-
-    def tiles(matrix: Tensor, height: int) -> TensorDescriptor:
-        shape = [height, tile.block_k]
-        return TensorDescriptor.from_tensor(matrix, shape, gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16))
-
+    ctas = tile.splits if tile.cluster and joins and block_m <= CLUSTER_ROWS else 1
+    sizes = {
+        "joined": 4 * ctas * tile.block_n * block_m, "weights": 2 * tile.stages * tile.block_n * tile.block_k,
+        "rows": 2 * tile.stages * block_m * tile.block_k,
+    }  # fmt: skip
     own = {
-        "x_tiles": tiles(x, block_m), "w_tiles": tiles(weight.data, tile.block_n), "BLOCK_M": block_m,
+        "x_tiles": tiles_of(x, [block_m, tile.block_k], ctas),
+        "w_tiles": tiles_of(weight.data, [tile.block_n, tile.block_k], ctas), "BLOCK_M": block_m,
         "BLOCK_K": tile.block_k, "k_split": split_width(width, tile.splits, tile.block_k), "STAGES": tile.stages,
         "BEHIND": int(tile.behind and tile.stages > 1), "WAITS": block_m >= WAITS_FROM, "SUMSQ_BLOCK": sumsq_block(sumsq, 64),
+        "CTAS": ctas, "BASE": place_of("joined", sizes) if ctas > 1 else 0, "num_ctas": ctas,
     }  # fmt: skip
-    return Plan(_ring_kernel, (-(-columns // tile.block_n), tile.splits), own)
+    return Plan(_ring_kernel, (-(-columns // tile.block_n), tile.splits // ctas), own)

@@ -14,6 +14,7 @@ from headrace.model.config import ModelConfig
 from headrace.model.weight import Weight
 
 MAX_ROWS = 64
+CLUSTERS = (2, 4, 8)  # programs that one may have, on any card
 KEYS = 64  # of a step of attention: a block of the cache
 
 
@@ -21,6 +22,7 @@ KEYS = 64  # of a step of attention: a block of the cache
 class RingTile(AllRows):
     """One program's work: block_n columns of all rows over 1 / splits of K, `stages` steps of block_k on their way, as many
     before the wait. `behind`: a step's products run while the next one's tile is waited for; their place is free a step later.
+    `cluster`: of up to 32 rows, splits that add to the residual join over distributed shared memory (kernels/cluster.py).
     """
 
     block_n: int
@@ -28,6 +30,11 @@ class RingTile(AllRows):
     splits: int
     stages: int
     behind: bool = False
+    cluster: bool = False
+
+    def __post_init__(self) -> None:
+        if self.cluster and self.splits not in CLUSTERS:
+            raise ValueError(f"{self.splits} splits are no cluster, which has {CLUSTERS} programs")
 
     @property
     def num_warps(self) -> int:
@@ -54,11 +61,13 @@ class RingTile(AllRows):
 @dataclass(frozen=True, slots=True)
 class RingAttention:
     """attention_ring.py, attention_ring_fp8.py: `ring` tiles of KEYS tokens are on their way, `chunk` of them are weighed
-    together; splits are chosen so that about so many programs run."""
+    together; splits are chosen so that about so many programs run. `few`: with contexts of up to so many tokens, where the
+    programs that share a sequence are a cluster (a power of two of them, each with `chunk` tiles at least); 0: no cluster."""
 
     chunk: int
     ring: int
     programs: int
+    few: int = 0
 
     def __post_init__(self) -> None:
         if self.chunk > self.ring:
@@ -67,6 +76,10 @@ class RingAttention:
     @property
     def block_n(self) -> int:
         return KEYS
+
+    def cluster(self, pairs: int) -> int:
+        """Its programs, where so many pairs of a sequence and a key-value head are attended to."""
+        return min(CLUSTERS[-1], 1 << (max(1, self.programs // pairs).bit_length() - 1))
 
 
 def ring_attention_suits(config: ModelConfig) -> bool:

@@ -52,6 +52,7 @@ def from_json(text: str) -> dict[int, StepTiles]:
             short_attention=None if short is None else AttentionTile(**short),
             few_attention=None if few is None else AttentionTile(**few),
             ring_attention=None if ring is None else RingAttention(**ring),
+            cluster_attention=tuple(RingAttention(**cluster) for cluster in entry.get("cluster_attention", ())),
         )  # fmt: skip
     if not table:
         raise ValueError("a table without rows")

@@ -48,7 +48,8 @@ class StepTiles:
     A SplitTile stands for two kernels, rotation with the cache write and attention over the cache, that choose splits
     themselves; the QKV product is then not split. `short_attention` serves contexts that one of its tiles holds: it is in
     registers before the wait for the QKV product, and there is nothing to merge. `few_attention` serves contexts of up to its
-    `few` tokens. `ring_attention` takes the place of `attention` on Hopper, for keys and values in bfloat16.
+    `few` tokens. `ring_attention` takes the place of `attention` on Hopper, for keys and values in bfloat16, and there the
+    first of `cluster_attention` whose `few` tokens hold the contexts that of all of these.
     """
 
     qkv: Tile
@@ -61,6 +62,7 @@ class StepTiles:
     short_attention: AttentionTile | None = None
     few_attention: AttentionTile | None = None
     ring_attention: RingAttention | None = None
+    cluster_attention: tuple[RingAttention, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.attention, SplitTile) and num_splits(self.qkv) > 1:
@@ -73,7 +75,9 @@ def with_attention_in_two(tiles: StepTiles) -> StepTiles:
     if not isinstance(whole, GemvTile):
         whole = replace(whole, splits=1)
     two = tiles.attention if isinstance(tiles.attention, SplitTile) else SplitTile()
-    return replace(tiles, qkv=whole, attention=two, short_attention=None, few_attention=None, ring_attention=None)
+    return replace(
+        tiles, qkv=whole, attention=two, short_attention=None, few_attention=None, ring_attention=None, cluster_attention=()
+    )  # fmt: skip
 
 
 def with_fp8_cache(tiles: StepTiles, config: ModelConfig, rows: int, ring: bool = False) -> StepTiles:
@@ -157,6 +161,7 @@ def default_tiles(
         **products, attention=attention_tile(config, rows, copy_engine), attention_programs=default_programs(rows),
         short_attention=None, few_attention=few_tile(config) if rows == 1 else None,
         ring_attention=ring_attention_tile(config, rows, kinds[0]) if copy_engine and not in_fp8 else None,
+        cluster_attention=(),
     )  # fmt: skip
 
 
