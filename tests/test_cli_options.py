@@ -28,7 +28,9 @@ from headrace.config import EngineConfig
 from headrace.errors import ParameterError
 from headrace.extras import EXTRAS
 from headrace.files import decode_text, read_text
+from headrace.foreign_values import SYNONYMS
 from headrace.llm import LLM
+from headrace.options import options_of
 from headrace.sampling.params import SamplingParams
 from headrace.sampling.structured_outputs import StructuredOutputsParams
 from server_driver import SRC, ServerProcess
@@ -172,7 +174,7 @@ def test_what_other_servers_call_options_is_told_by_options_that_there_are():
         ("serve --gpu-layers 3", "headrace serve", "--gpu-layers"), ("generate --promt x", "headrace generate", "--prompt?"),
         ("bench serve --num-promts 3", "headrace bench serve", "--num-prompts?"), ("bench latency --bach 3", "headrace bench latency", "--batch?"),
         ("serve --tool-call-parser hermes", "headrace serve", "(here: --tool-parser)"), ("serve -tp 2", "headrace serve", "(here: --tensor-parallel-size)"),
-        ("serve --quantization auto_awq", "headrace serve", "(here: awq)"), ("serve -q awq", "headrace serve", "(here: --quantization)"), ("generate --dtype half", "headrace generate", "(here: float16)"),
+        ("serve --quantization fp8_per_tensor", "headrace serve", "(here: fp8)"), ("serve -q awq", "headrace serve", "(here: --quantization)"), ("generate --dtype int4", "headrace generate", "invalid choice: 'int4'"),
         ("serve --kv-cache-dtype fp8_e5m2", "headrace serve", "(here: fp8)"), ("serve --quantization bitsandbytes", "headrace serve", "(here: int4, of a checkpoint of floats)"),
         ("serve --trust_remote_code", "headrace serve", "(here: no code of a model"), ("generate --tool-call-parser x", "headrace generate", "unknown: --tool-call-parser x\n"),
         ("serve a b", "headrace serve", "unknown: b\n"), ("serve a --served-model-name b c d", "headrace serve", "unknown: c d (--served-model-name takes one value, and is given again for each)"),
@@ -192,15 +194,50 @@ def test_options_that_do_not_exist_get_their_own_commands_usage(capsys, line, us
     assert err.startswith(f"usage: {usage} ") and f"{usage}: error: " in err
 
 
+# what vLLM and SGLang call a value, and what it is here
+SAME_VALUES = [
+    ("dtype", "half", "float16"), ("dtype", "float", "float32"), ("dtype", "fp16", "float16"), ("dtype", "BFloat16", "bfloat16"),
+    ("kv_cache_dtype", "fp8_e4m3", "fp8"), ("quantization", "AWQ", "awq"), ("quantization", "Compressed_Tensors", "compressed-tensors"),
+    ("quantization", "auto_gptq", "gptq"), ("load_format", "runai_streamer", "safetensors"), ("attention_backend", "TRITON_ATTN", "triton"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "value", "ours"), SAME_VALUES)
+def test_a_value_that_means_the_same_is_taken_wherever_it_stands(tmp_path, monkeypatch, option: str, value: str, ours: str):
+    flag = "--" + option.replace("_", "-")
+    assert getattr(EngineConfig(**{option: value}), option) == ours
+    parser = make_parser()
+    assert getattr(parser.parse_args(["serve", flag, value]), option) == ours
+    (tmp_path / "options.yaml").write_text(f"{option}: {value}\n")
+    assert getattr(parser.parse_args(["serve", "--config", str(tmp_path / "options.yaml")]), option) == ours
+    monkeypatch.setenv("HEADRACE_" + option.upper(), value)
+    assert getattr(parser.parse_args(["serve"]), option) == ours
+
+
+def test_help_tells_what_else_a_value_is_called():
+    parser = parser_of(("serve",))
+    shown = {a.dest: help_of(parser, a) for a in parser._actions}
+    assert "half and fp16 for float16, float and fp32 for float32" in shown["dtype"] and "fp8_e4m3 for fp8" in shown["kv_cache_dtype"]
+    for option, others in SYNONYMS.items():
+        described = next(o for o in options_of(EngineConfig) if o.name == option)
+        assert set(others.values()) <= set(described.choices) and not set(others) & set(described.choices)
+
+
 @pytest.mark.parametrize(("option", "value", "said"), [
-    ("quantization", "auto_awq", "one of none, fp8, .* \\(here: awq\\)"), ("quantization", "Compressed_Tensors", "\\(here: compressed-tensors\\)"),
-    ("dtype", "half", "\\(here: float16\\)"), ("kv_cache_dtype", "fp8_e4m3", "\\(here: fp8\\)"),
-    ("quantization", ["auto_awq"], "one of none, fp8, int8, int4, bf16, awq, .*, gguf$"), ("quantization", "x", "gguf$"),
+    ("quantization", "ptpc_fp8", "one of none, fp8, .* \\(here: fp8\\)"), ("kv_cache_dtype", "fp8_e5m2", "\\(here: fp8\\)"),
+    ("attention_backend", "FLASHINFER", "\\(here: auto\\)"), ("quantization", ["auto_awq"], "one of none, fp8, int8, int4, bf16, awq, .*, gguf$"),
+    ("quantization", "x", "gguf$"), ("dtype", None, "float16$"),
 ])  # fmt: skip
-def test_what_others_call_a_value_is_told_ours_in_python_too(option: str, value, said: str):
+def test_what_others_call_a_value_is_told_ours_wherever_it_stands(tmp_path, monkeypatch, option: str, value, said: str):
     with pytest.raises(ParameterError, match=said):
         EngineConfig(**{option: value})
-
+    if isinstance(value, str):
+        (tmp_path / "options.yaml").write_text(f"{option}: {value}\n")
+        with pytest.raises(ParameterError, match=said):
+            make_parser().parse_args(["serve", "--config", str(tmp_path / "options.yaml")])
+        monkeypatch.setenv("HEADRACE_" + option.upper(), value)
+        with pytest.raises(ParameterError, match=said):
+            make_parser().parse_args(["serve"])
 
 
 @pytest.mark.parametrize(

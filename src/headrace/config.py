@@ -119,8 +119,6 @@ class EngineConfig:
             object.__setattr__(self, "lora", tuple(f"{name}={path}" for name, path in self.lora.items()))
         elif isinstance(self.lora, list):
             object.__setattr__(self, "lora", tuple(self.lora))
-        if isinstance(self.quantization, str):  # LLM(model, quantization="AWQ"), as vLLM's examples have it
-            object.__setattr__(self, "quantization", self.quantization.lower())
         check(self)
         if self.prompt_lookup_max < self.prompt_lookup_min:
             raise ParameterError("prompt_lookup_max", self.prompt_lookup_max, f"an integer in [{self.prompt_lookup_min}, 64]")

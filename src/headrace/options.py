@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from headrace.errors import ParameterError
-from headrace.foreign_values import instead_of_value
+from headrace.foreign_values import instead_of_value, ours_of_value
 
 UNITS = {"SECONDS": "seconds", "MS": "milliseconds"}  # unit -> what an error calls such numbers
 
@@ -69,6 +69,13 @@ class Option:
             return f"{what} in {low}, {_number(self.high)}]"
         return what if self.low is None else f"{what} >= {_number(self.low)}"
 
+    def meant(self, value: Any) -> Any:
+        """Of choices the one that `value` is, in whatever case or by a name that others have for it; all else as it is."""
+        if value in self.choices or not isinstance(value, str):
+            return value
+        found = ours_of_value(self.name, value)
+        return found if found in self.choices else value
+
     def check(self, value: Any) -> None:
         """Raises ParameterError for what is not one of its values."""
         if value is None and self.optional:
@@ -115,10 +122,13 @@ def options_of(cls: type) -> tuple[Option, ...]:
 
 
 def check(instance: Any) -> None:
-    """Raises ParameterError for the first field of a dataclass whose value is none of the option's."""
+    """What stands for one of an option's choices becomes that. Raises ParameterError for the first value that is none."""
     cls: type = type(instance)
     for described in options_of(cls):
-        described.check(getattr(instance, described.name))
+        value = getattr(instance, described.name)
+        if (meant := described.meant(value)) is not value:
+            object.__setattr__(instance, described.name, meant)
+        described.check(meant)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -56,7 +56,7 @@ def _add(group: Any, described: Option, again: str | None) -> None:
     if described.kind is bool:
         about["action"] = argparse.BooleanOptionalAction
     elif described.choices:
-        about["choices"] = described.choices
+        about |= {"choices": described.choices, "type": described.meant}
     else:
         about["type"] = text if described.kind is str else described.kind
         about["metavar"] = described.unit or {int: "N", float: "X"}.get(described.kind, described.name.upper())

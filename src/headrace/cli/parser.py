@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from headrace.cli.foreign_flags import instead_of, meant_by
 from headrace.cli.sources import settle, unsettled
 from headrace.errors import ParameterError
+from headrace.foreign_values import synonyms_in_words
 from headrace.options import nearest
 
 
@@ -22,6 +23,8 @@ class HelpFormatter(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         text, described = action.help or "", getattr(action, "described", None)
         if described is not None:
+            if others := synonyms_in_words(described.name):
+                text += f"; also {others}"
             return f"{text} ({'repeatable; ' if described.many else ''}default: {described.default_in_words})"
         ends = isinstance(action, argparse._HelpAction | argparse._VersionAction)
         if not action.option_strings or action.required or "default:" in text or ends:

@@ -13,6 +13,7 @@ from typing import Any
 from headrace.config import option_variables
 from headrace.errors import HeadraceError, ParameterError
 from headrace.files import read_text
+from headrace.foreign_values import instead_of_value
 from headrace.options import Option, nearest
 
 UNSET: Any = object()
@@ -146,5 +147,7 @@ def _one(parser: argparse.ArgumentParser, action: argparse.Action, value: Any, s
     except (argparse.ArgumentError, LookupError, AttributeError):
         kinds = {int: "an integer", float: "a number"}
         allowed = "true or false" if action.nargs == 0 else kinds.get(action.type, "a text that is not empty")  # type: ignore[call-overload]
-        raise ParameterError(source, value, "one of " + ", ".join(action.choices) if action.choices else allowed) from None
+        if action.choices:
+            allowed = "one of " + ", ".join(action.choices) + instead_of_value(action.dest, value)
+        raise ParameterError(source, value, allowed) from None
     return found
