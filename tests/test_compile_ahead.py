@@ -323,6 +323,19 @@ def test_the_command_says_how_many_kernels_are_not_there(news, words, tmp_path, 
         args.run(args)
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_the_command_says_that_launchers_are_not_made_without_a_compiler(there, tmp_path, monkeypatch, capsys) -> None:
+    """All was said to be there, and the server of the image, which had none either, could launch nothing."""
+    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path / "headrace"))
+    monkeypatch.setenv("CC", "cc" if there else "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(Compilation, "_begin", lambda self, work: None)
+    args = make_parser().parse_args(["compile", write_shape(tmp_path), "--load-format", "dummy", "--card", "h100"])
+    with pytest.raises(CapacityError):
+        args.run(args)
+    assert ("no C compiler" in capsys.readouterr().err) is not there
+
+
 def test_the_command_does_not_take_for_compiled_what_no_process_could_be_had_for(tmp_path, monkeypatch) -> None:
     def none_to_be_had(*_, **more) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")

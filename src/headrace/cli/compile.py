@@ -12,7 +12,7 @@ from headrace.cli.parser import CommandParser, text
 from headrace.cli.pull import NAMES
 from headrace.cli.sources import add_config_file, key_of
 from headrace.compile_ahead.cards import CARDS, Card, named_card, present_card
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, c_compiler
 from headrace.errors import CapacityError, ParameterError
 from headrace.extras import is_installed
 
@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         share = f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {card.name} are {room >> 30}"
         raise CapacityError(f"the weights take {weights >> 30} GiB, and {share}: another card, fewer bits, or more cards")
     limits = resolve(with_seats(config, checkpoint, model, card.memory), model, torch.device("cuda"))
+    if c_compiler() is None:
+        print("headrace: warning: there is no C compiler here (gcc, clang, CC): the card's machine needs one", file=sys.stderr)
     began, shown = time.perf_counter(), sys.stderr.isatty()
 
     def told(done: int, total: int) -> None:
