@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.conversation.answer import AnswerFormat
+from headrace.conversation.events import CallArguments, CallBegin, Reasoning
 from headrace.conversation.tool_formats import TOOL_PARSERS
 from test_tool_formats import ALL_STRINGS, FRAGMENTS, LONG
 from test_tool_formats import written as written_of
@@ -92,6 +93,15 @@ def test_a_thought_is_given_out_as_it_comes():
         assert parser.push(f"See {one}")[0].text == "See"
         events = parser.push(" ok so")
         assert "".join(e.text for e in events) == f" {one} ok so", name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_that_has_waited_comes_in_one_piece(name):
+    """Its arguments are no event for each character that they were read by: each is a message to a client that streams."""
+    parser = AnswerFormat("qwen3", name).parser("<think>", schemas=ALL_STRINGS)
+    text = f"I look. {written(name, LONG)}"
+    events = [event for c in text for event in parser.push(c)] + parser.finish()
+    assert [type(event) for event in events if not isinstance(event, Reasoning)] == [CallBegin, CallArguments]
 
 
 def test_behind_a_grammar_that_ends_thoughts_there_is_no_call_in_one():

@@ -39,27 +39,10 @@ class ThoughtCalls:
 
     def finish(self) -> list[Event]:
         """The output has ended."""
-        if self._trial is not None:
-            self._calls += self._trial.finish()
-            if self._calls and self._are_whole():
-                self.num_calls = self._trial.num_calls
-                return self._calls
+        if self._trial is not None and (calls := _whole(self._calls + self._trial.finish())):
+            self.num_calls = self._trial.num_calls
+            return calls
         return self._thought()
-
-    def _are_whole(self) -> bool:
-        """Whether there is nothing but calls, and none that the end of the thought cuts off."""
-        arguments: dict[int, list[str]] = {}
-        for event in self._calls:
-            if isinstance(event, CallBegin):
-                arguments[event.index] = []
-            elif isinstance(event, CallArguments):
-                arguments[event.index].append(event.text)
-            else:
-                return False
-        try:
-            return all(isinstance(parse_json("".join(pieces)), dict) for pieces in arguments.values())
-        except (ValueError, RecursionError):
-            return False
 
     def _thought(self) -> list[Event]:
         """All that waits."""
@@ -109,3 +92,23 @@ class ThoughtCalls:
             self._give("".join(thought), given)
             return "".join((*rest, text[i + 1 :]))
         return ""
+
+
+def _whole(events: list[Event]) -> list[Event]:
+    """The calls, each with its arguments in one piece; none where there is anything else, or one that is cut off."""
+    begun, pieces = list[CallBegin](), list[list[str]]()
+    for event in events:
+        if isinstance(event, CallBegin):
+            begun.append(event)
+            pieces.append([])
+        elif isinstance(event, CallArguments):
+            pieces[event.index].append(event.text)
+        else:
+            return []
+    arguments = ["".join(of_one) for of_one in pieces]
+    try:
+        if not all(isinstance(parse_json(text), dict) for text in arguments):
+            return []
+    except (ValueError, RecursionError):
+        return []
+    return [event for begin, text in zip(begun, arguments, strict=True) for event in (begin, CallArguments(begin.index, text))]
