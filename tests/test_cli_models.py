@@ -273,8 +273,10 @@ def test_a_tokenizer_and_a_draft_of_the_hub_stay_as_they_were_found_too(hub, tmp
         assert draft_checkpoint(again, target)[0].path.name == checkpoint.tokenizer_path.name == COMMIT
         assert weight_bytes(again, found, on_card=False) == 2 * weight_bytes(replace(again, speculative_method=None, speculative_model=None), found, False)
     assert resolve_checkpoint(asked).tokenizer_path.name == hub.commit == draft_checkpoint(asked, target)[0].path.name
-    here = replace(asked, model=str(folder), tokenizer=str(folder), speculative_model=str(folder))
-    assert pinned(here, resolve_checkpoint(here)) == here
+    for one in (folder, shutil.copytree(folder, tmp_path / f"tiny@{COMMIT}")):  # which looks like a name at a commit
+        here = replace(asked, model=str(one), tokenizer=str(one), speculative_model=str(one))
+        found = resolve_checkpoint(here)
+        assert pinned(here, found) == here and found.tokenizer_path == draft_checkpoint(here, target)[0].path == one
 
 
 def test_run_says_why_the_server_does_not_come_up(capfd, model):

@@ -104,7 +104,7 @@ def resolve_checkpoint(config: EngineConfig) -> Checkpoint:
 def another(config: EngineConfig, name: str) -> EngineConfig:
     """`config` with another model or tokenizer of the options as its model. The revision is the model's; `name` may have a
     commit of its own: see pinned()."""
-    found = _AT_COMMIT.fullmatch(name)
+    found = None if os.path.exists(os.path.expanduser(name)) else _AT_COMMIT.fullmatch(name)
     name, commit = found.groups() if found else (name, None)
     return dataclasses.replace(config, model=name, revision=commit, tokenizer=None)
 
