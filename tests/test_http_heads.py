@@ -207,6 +207,34 @@ async def test_a_connection_that_is_kept_for_nothing_makes_room(monkeypatch):
         assert (await answer(begun[0])).startswith(b"HTTP/1.1") and len(engine.active) == 1
 
 
+@pytest.mark.parametrize("loops", ["asyncio", "uvloop"])
+def test_a_kept_connection_whose_next_request_comes_at_that_moment_stays(monkeypatch, loops):
+    """What the system has of it was not read when there is need of a connection."""
+    runner = asyncio.Runner(loop_factory=pytest.importorskip(loops).new_event_loop)
+
+    async def races() -> None:
+        async with listening(monkeypatch, FakeEngine(), room_for_connections=lambda: 2) as port:
+            kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            for reader, writer in kept:
+                writer.write(WHOLE)
+                assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+            connection_made = module.BoundedHeads.connection_made
+
+            def at_that_moment(self, transport) -> None:
+                kept[0][1].write(WHOLE)  # goes to the system at once
+                connection_made(self, transport)
+
+            monkeypatch.setattr(module.BoundedHeads, "connection_made", at_that_moment)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            assert await asyncio.wait_for(kept[1][0].read(), 20) == b""
+            writer.write(WHOLE)
+            for one in (reader, kept[0][0]):
+                assert (await asyncio.wait_for(answer(one), 20)).startswith(b"HTTP/1.1 200")
+
+    with runner:
+        runner.run(races())
+
+
 async def test_who_asks_whether_the_server_lives_is_answered_however_many_there_are(monkeypatch):
     """Also behind those beyond the most that say nothing: the oldest of them goes for each that comes."""
     async with listening(monkeypatch, FakeEngine(), room_for_connections=lambda: 1, BEYOND=2) as port:

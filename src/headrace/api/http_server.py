@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import resource
+import select
 import ssl
 from typing import Any
 
@@ -144,11 +145,17 @@ class BoundedHeads(asyncio.Protocol):
 
     def _finds_room(self) -> bool:
         """Whether another connection could go, which was kept for nothing."""
-        other = next((other for other in self.idle if not other.transport.get_write_buffer_size()), None)
+        other = next((other for other in self.idle if other._is_silent()), None)
         if other is not None:
             del self.idle[other]
             other.transport.abort()  # under TLS the other side might say for long that it is not done
         return other is not None
+
+    def _is_silent(self) -> bool:
+        """Whether nothing is left to be sent, and no request has come that was not read yet: nobody would answer it."""
+        unread = select.poll()
+        unread.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return not self.transport.get_write_buffer_size() and not unread.poll(0)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()  # type: ignore[misc]
