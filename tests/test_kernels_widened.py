@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
-from headrace.fast_decode import products, ring_gemm, widened_gemm, widened_tile
+from headrace.fast_decode import products, ring_gemm, tiles, widened_gemm, widened_tile
 from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference
 from headrace.fast_decode.widened_tile import RUN, WidenedTile
 from headrace.kernels import folded_gemm, folded_tile, gluon_rings
 from headrace.kernels.folded_product import FoldedProduct
 from headrace.kernels.folded_tile import FORMS, MOST_ROWS, PROGRAMS, FoldedTile, default_tile
+from headrace.kernels.launch import next_power_of_2
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight, dequantized
 from narrow_cases import narrow
@@ -156,3 +160,48 @@ def test_parts_have_room(columns: int, width: int) -> None:
 
 def test_what_is_folded() -> None:
     assert not folded_tile.suits(narrow("int4 by 64", 64, RUN, "cpu")) and not folded_tile.suits(narrow("int8 row", 64, RUN, "cpu"))
+
+
+def without_data(rows: int, width: int, scales: torch.dtype, zeros: torch.dtype | None) -> Weight:
+    def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device="meta")
+
+    groups = width // RUN
+    return Weight(empty(width // 2, torch.uint8), empty(groups, scales), None if zeros is None else empty(groups, zeros), "int4", RUN)
+
+
+MOST_BYTES = 227 * 1024  # of shared memory that Hopper has for a program
+
+
+@pytest.mark.parametrize("width", [128, 4096, 8192, 12288, 18432, 28672, 49152, 65536])
+@pytest.mark.parametrize(("scales", "zeros"), [(torch.half, torch.uint8), (torch.half, None), (torch.float32, torch.uint8), (torch.float32, None)])
+def test_what_a_program_has_fits_into_shared_memory(monkeypatch, width: int, scales: torch.dtype, zeros: torch.dtype | None) -> None:
+    """Or the weights go another way, as those of Qwen1.5-110B in AWQ do, whose rows have 49,152 columns. Rings, as the kernels
+    have them, scales and zeros."""
+    monkeypatch.setattr(folded_tile, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(folded_tile, "takes_gluon", lambda: True)
+    monkeypatch.setattr(widened_tile, "runs", lambda x: True)
+    beside = (2 if scales == torch.half else 4) + (zeros is not None)
+
+    def factors(columns: int, runs: int) -> int:
+        return columns * beside * max(32, next_power_of_2(runs))
+
+    for columns in (512, 4096, 8192, 24576):
+        w, taken = without_data(columns, width, scales, zeros), width <= 16384 or (width <= 32768 and beside < 5)
+        assert folded_tile.suits(w) or not taken
+        for rows in range(17, MOST_ROWS + 1) if folded_tile.suits(w) else ():
+            tile = default_tile(rows, columns, width)
+            runs = width // RUN // tile.splits
+            ring = min(tile.stages, runs) * (64 * tile.block_n + 256 * tile.block_m + 8)
+            assert ring + factors(tile.block_n, runs) <= MOST_BYTES, (rows, columns, tile)
+        for gated, rows in itertools.product((False, True), (8, 16, 32, 64)):
+            w = without_data(columns * (1 + gated), width, scales, zeros)
+            tile = tiles.widened_tile(tiles.Shape(columns, width, gated, not gated), rows, "int4")
+            whole = tile if gated else replace(tile, splits=1)  # as where attention runs in two kernels
+            for one in (tile, whole):
+                runs, x = width // RUN // one.splits, torch.empty(rows, width, dtype=BF16, device="meta")
+                held = 64 * (1 + gated)
+                fits = min(one.stages, runs) * (64 * held + 256 * rows + 8) + factors(held, runs) <= MOST_BYTES
+                takes = widened_tile.takes(w, x, one, columns)
+                assert fits or not takes, (rows, columns, one)
+                assert takes or width > 32768 or scales == torch.float32, (rows, columns, one)

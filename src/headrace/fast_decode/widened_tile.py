@@ -8,6 +8,7 @@ from torch import Tensor
 
 from headrace.fast_decode.ring_tile import runs
 from headrace.fast_decode.skinny_gemm import AllRows, GemmTile
+from headrace.kernels.folded_tile import SHARED_BYTES, factor_bytes
 from headrace.kernels.launch import next_power_of_2
 from headrace.model.weight import Weight
 
@@ -43,9 +44,19 @@ def row_block(rows: int) -> int:
 
 
 def takes(weight: Weight, x: Tensor, tile: WidenedTile, columns: int) -> bool:
-    """Whether the kernel is for these: whole tiles, and a form that `suits`."""
+    """Whether the kernel is for these: whole tiles for which there is room, and a form that `suits`."""
     parts = RUN * tile.runs * tile.splits
-    return suits(weight) and weight.shape[1] % parts == 0 and columns % tile.block_n == 0 and runs(x)
+    whole = weight.shape[1] % parts == 0 and columns % tile.block_n == 0
+    return suits(weight) and whole and runs(x) and shared_bytes(weight, len(x), tile, columns) <= SHARED_BYTES
+
+
+def shared_bytes(weight: Weight, rows: int, tile: WidenedTile, columns: int) -> int:
+    """Of a program's rings, and of the scales and zeros of its part of K."""
+    held, groups = tile.block_n * weight.shape[0] // columns, weight.shape[1] // RUN // tile.splits
+    by_row = weight.kind == "int8"
+    step = tile.runs * ((RUN if by_row else RUN // 2) * held + 2 * RUN * row_block(rows))
+    factors = 0 if by_row else factor_bytes(weight) * held * max(32, next_power_of_2(groups))
+    return min(tile.stages, groups // tile.runs) * step + factors
 
 
 def suits(weight: Weight) -> bool:

@@ -3,8 +3,8 @@
 Numbers become bfloat16 times their group's scale on the way into the tensor cores' left operand, rounded as where the whole
 matrix is widened first (narrow_gemm.py): so one sum runs over all of K, and while the tensor cores multiply one block of 64
 rows a warpgroup widens the next. Both operands come by the copy engine, as they lie in memory. Of several parts of K the last
-one to come adds up all, in their order: a row's result is the same in all replays, and depends on no other row. Neither the
-interpreter nor another card runs it.
+one to come adds up all, in their order: a row's result is the same in all replays, and depends on no other row. No other card
+runs it; tests/gluon_interpreter.py does without one.
 """
 
 from __future__ import annotations

@@ -29,10 +29,21 @@ class FoldedTile:
 
 
 def suits(weight: NarrowMatrix) -> bool:
-    """4 bits in groups of 128, with zeros that are whole or none, on Hopper."""
+    """4 bits in groups of 128, with zeros that are whole or none, on Hopper; rows whose scales leave the rings room."""
     whole = weight.zeros is None or weight.zeros.dtype == torch.uint8
     of_kind = weight.kind == "int4" and weight.group == RUN and weight.scale_rows == 1 and whole
-    return of_kind and capability(weight.data.device)[0] == 9 and takes_gluon()
+    return of_kind and capability(weight.data.device)[0] == 9 and takes_gluon() and has_room(weight)
+
+
+def factor_bytes(weight: NarrowMatrix) -> int:
+    """Of a group's scale and zero in shared memory."""
+    return sum(t.itemsize for t in (weight.scales, weight.zeros) if t is not None)
+
+
+def has_room(weight: NarrowMatrix) -> bool:
+    """Whether the largest tile that `default_tile` has, of all of a row, fits with its shortest ring."""
+    factors = factor_bytes(weight) * 128 * max(32, next_power_of_2(weight.shape[1] // RUN))
+    return factors + 2 * (RUN // 2 * 128 + 2 * RUN * BLOCK_M) <= SHARED_BYTES
 
 
 def default_tile(rows: int, columns: int, width: int) -> FoldedTile:
