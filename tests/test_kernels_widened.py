@@ -15,7 +15,7 @@ from headrace.fast_decode.widened_tile import RUN, WidenedTile
 from headrace.kernels import folded_gemm, folded_tile, gluon_rings
 from headrace.kernels.folded_product import FoldedProduct
 from headrace.kernels.folded_tile import FORMS, MOST_ROWS, PROGRAMS, FoldedTile, default_tile
-from headrace.kernels.launch import next_power_of_2
+from headrace.kernels.launch import next_power_of_2, pdl
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight, dequantized
 from narrow_cases import narrow
@@ -64,6 +64,18 @@ def test_gate_and_up(form: str, tile: WidenedTile) -> None:
     out = torch.full((rows, columns), NAN, device=DEVICE)
     products.glu(x, w, out, tile, sumsq=sumsq, eps=1e-5)
     close(out, glu_reference(x, w, sumsq, 1e-5, "silu"), TOLERANCE)
+
+
+@pytest.mark.parametrize("form", FORM)
+@pytest.mark.parametrize("tile", [WidenedTile(32, 1, 3), WidenedTile(64, 1, 3), WidenedTile(128, 1, 3)], ids=str)
+def test_gate_and_up_without_their_activation(monkeypatch, form: str, tile: WidenedTile) -> None:
+    """As steps with adapters have them, by the tile that the table has for both, of which the kernel may not have one kind
+    alone; nor are twice the rows that its warps have for it."""
+    monkeypatch.setattr(products, "pdl", pdl)  # what goes another way is Triton's
+    x, w = random(20, 4 * RUN).to(BF16), narrow(form, 256, 4 * RUN, DEVICE, seed=1)
+    out = torch.full((1, 20, 256), NAN, device=DEVICE)
+    products.project(x, w, out, tile)
+    close(out[0], project_reference(x, w, None, 1e-5, None, 1.0, 0.0), TOLERANCE)
 
 
 @pytest.mark.parametrize("form", FORM)

@@ -44,10 +44,12 @@ def row_block(rows: int) -> int:
 
 
 def takes(weight: Weight, x: Tensor, tile: WidenedTile, columns: int) -> bool:
-    """Whether the kernel is for these: whole tiles for which there is room, and a form that `suits`."""
-    parts = RUN * tile.runs * tile.splits
+    """Whether the kernel is for these: whole tiles for which there are warps and room, and a form that `suits`. A tile of gate
+    and up rows has too few rows for its warps where these are multiplied without their activation, as adapters ask for."""
+    parts, kinds = RUN * tile.runs * tile.splits, weight.shape[0] // columns
     whole = weight.shape[1] % parts == 0 and columns % tile.block_n == 0
-    return suits(weight) and whole and runs(x) and shared_bytes(weight, len(x), tile, columns) <= SHARED_BYTES
+    shared = 16 * tile.num_warps in (tile.block_n, kinds * tile.block_n)
+    return suits(weight) and whole and shared and runs(x) and shared_bytes(weight, len(x), tile, columns) <= SHARED_BYTES
 
 
 def shared_bytes(weight: Weight, rows: int, tile: WidenedTile, columns: int) -> int:
