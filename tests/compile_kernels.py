@@ -89,7 +89,7 @@ def widened_products() -> None:
                     for form in (tile, replace(tile, block_n=32)):
                         glu(meta(rows, shape.width), weight, out, form, sumsq=meta(rows, 64, dtype=torch.float32), eps=1e-6)
                         both = meta(1, rows, 2 * shape.columns)  # as adapters ask for it
-                        project(meta(rows, shape.width), weight, both, form, sumsq=meta(rows, 64, dtype=torch.float32), eps=1e-6)
+                        project(meta(rows, shape.width), weight, both, form.of_one_kind(), sumsq=meta(rows, 64, dtype=torch.float32), eps=1e-6)
                 else:
                     project(meta(rows, shape.width), weight, meta(tile.splits, rows, shape.columns, dtype=torch.float32), tile)
     product = NarrowProduct(gpu_decode.narrow_meta(4096, 12288, "int4"), None)

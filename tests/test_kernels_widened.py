@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from headrace.fast_decode import products, ring_gemm, tiles, widened_gemm, widened_tile
+from headrace.fast_decode.adapters import adapted_glu
 from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference
 from headrace.fast_decode.widened_tile import RUN, WidenedTile
 from headrace.kernels import folded_gemm, folded_tile, gluon_rings
+from headrace.kernels.activation import act_mul
 from headrace.kernels.folded_product import FoldedProduct
 from headrace.kernels.folded_tile import FORMS, MOST_ROWS, PROGRAMS, FoldedTile, default_tile
 from headrace.kernels.launch import next_power_of_2, pdl
@@ -66,13 +69,27 @@ def test_gate_and_up(form: str, tile: WidenedTile) -> None:
     close(out, glu_reference(x, w, sumsq, 1e-5, "silu"), TOLERANCE)
 
 
+GATED = [WidenedTile(32, 1, 3), WidenedTile(64, 1, 3), WidenedTile(128, 1, 3), WidenedTile(64, 1, 2, 8)]
+
+
 @pytest.mark.parametrize("form", FORM)
-@pytest.mark.parametrize("tile", [WidenedTile(32, 1, 3), WidenedTile(64, 1, 3), WidenedTile(128, 1, 3)], ids=str)
-def test_gate_and_up_without_their_activation(monkeypatch, form: str, tile: WidenedTile) -> None:
-    """As steps with adapters have them, by the tile that the table has for both, of which the kernel may not have one kind
-    alone; nor are twice the rows that its warps have for it."""
-    monkeypatch.setattr(products, "pdl", pdl)  # what goes another way is Triton's
+@pytest.mark.parametrize("tile", GATED, ids=str)
+def test_gate_and_up_of_adapters(monkeypatch, form: str, tile: WidenedTile) -> None:
+    """Whose activation is a kernel of its own, by the tile of a table that has rows of both: by the same kernel."""
+    monkeypatch.setattr(products, "NARROW_PLAN", None)
+    config = SimpleNamespace(norm_eps=1e-5, activation="silu")
+    adapters = SimpleNamespace(add_to=lambda target, y, x, squares, eps: y.add_(0.25))
     x, w = random(20, 4 * RUN).to(BF16), narrow(form, 256, 4 * RUN, DEVICE, seed=1)
+    sumsq = random(20, 3, seed=3).square() * 4 * RUN
+    found = adapted_glu(adapters, 0, x, w, tile, sumsq, config)
+    both = project_reference(x, w, sumsq, 1e-5, None, 1.0, 0.0).to(BF16) + 0.25
+    torch.testing.assert_close(found, act_mul(both, "silu"), rtol=0.02, atol=1e-2)
+
+
+@pytest.mark.parametrize("tile", GATED, ids=str)
+def test_a_tile_of_other_rows_than_its_warps_have_goes_another_way(monkeypatch, tile: WidenedTile) -> None:
+    monkeypatch.setattr(products, "pdl", pdl)  # what goes another way is Triton's
+    x, w = random(20, 4 * RUN).to(BF16), narrow(FORM[0], 256, 4 * RUN, DEVICE, seed=1)
     out = torch.full((1, 20, 256), NAN, device=DEVICE)
     products.project(x, w, out, tile)
     close(out[0], project_reference(x, w, None, 1e-5, None, 1.0, 0.0), TOLERANCE)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from headrace.fast_decode.epilogues import runs_triton
-from headrace.fast_decode.products import Tile, project
+from headrace.fast_decode.products import Tile, WidenedTile, project
 from headrace.kernels.activation import act_mul
 from headrace.kernels.experts_lora import ExpertAdds
 from headrace.kernels.lora_product import LowRank
@@ -45,6 +45,7 @@ def adapted_glu(
 ) -> Tensor:
     """What products.glu gives, in a tensor of its own."""
     both = x.new_empty((1, len(x), weight.shape[0]))
+    tile = tile.of_one_kind() if isinstance(tile, WidenedTile) else tile
     project(x, weight, both, tile, sumsq=sumsq, eps=config.norm_eps)
     adapters.add_to(f"layers.{layer}.gate_up", both[0], x, squares=sumsq, eps=config.norm_eps)
     return act_mul(both[0], config.activation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -33,6 +33,10 @@ class WidenedTile(AllRows):
         """Of Triton's own pipeline."""
         return 1
 
+    def of_one_kind(self) -> WidenedTile:
+        """Where gate and up are multiplied as rows of one kind: as many as the warps have."""
+        return replace(self, block_n=16 * self.num_warps)
+
     def otherwise(self, gated: bool) -> GemmTile:
         """What multiplies by the same parts of K where the kernel does not run."""
         return GemmTile(self.block_n * (2 if gated else 1), RUN, self.splits, 8 if self.block_n > 64 or gated else 4, 3)
@@ -44,12 +48,11 @@ def row_block(rows: int) -> int:
 
 
 def takes(weight: Weight, x: Tensor, tile: WidenedTile, columns: int) -> bool:
-    """Whether the kernel is for these: whole tiles for which there are warps and room, and a form that `suits`. A tile of gate
-    and up rows has too few rows for its warps where these are multiplied without their activation, as adapters ask for."""
+    """Whether the kernel is for these: whole tiles, as many rows as warps have, room for all, and a form that `suits`."""
     parts, kinds = RUN * tile.runs * tile.splits, weight.shape[0] // columns
     whole = weight.shape[1] % parts == 0 and columns % tile.block_n == 0
-    shared = 16 * tile.num_warps in (tile.block_n, kinds * tile.block_n)
-    return suits(weight) and whole and shared and runs(x) and shared_bytes(weight, len(x), tile, columns) <= SHARED_BYTES
+    own = 16 * tile.num_warps in (tile.block_n, kinds * tile.block_n)
+    return suits(weight) and whole and own and runs(x) and shared_bytes(weight, len(x), tile, columns) <= SHARED_BYTES
 
 
 def shared_bytes(weight: Weight, rows: int, tile: WidenedTile, columns: int) -> int:
