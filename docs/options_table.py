@@ -22,7 +22,8 @@ A value comes from the flag; else from the variable; else from the YAML file of 
 without `bench`), whose keys are the flags without their dashes (`max-model-len: 4096`; `_` is as good as `-`, in flags
 too); else it is the default. Switches are `true` or `false`; what is repeatable is a list in the file and divided by commas
 in a variable. Whatever is wrong is told by the place it came from. A key or a `HEADRACE_*` variable that no option has is
-an error.
+an error. What vLLM calls options is understood: [in place of vLLM](operating.md#in-place-of-vllm). Choices count in whatever
+case, and sizes (tokens, bytes) may be written `32k` (of 1,000) or `32K` (of 1,024).
 """
 
 

@@ -248,11 +248,16 @@ def api_key_from_environment(name: str = "HEADRACE_API_KEY") -> str | None:
     return os.environ.get(name)
 
 
-def option_variables() -> dict[str, str]:
+def foreign_variables() -> list[str]:
+    """Likewise those of vLLM's that are not read."""
+    return [*option_variables("VLLM_")]
+
+
+def option_variables(prefix: str = "HEADRACE_") -> dict[str, str]:
     """The HEADRACE_* variables that are to be options: not the two that are something else, nor those of tests, nor what
     Kubernetes sets in every container beside a service that is called headrace."""
-    found = {name: value for name, value in os.environ.items() if name.startswith("HEADRACE_")}
-    others = re.compile(r"HEADRACE_(API_KEY|CACHE|TEST_.*|(.*_)?SERVICE_(HOST|PORT(_.*)?)|(.*_)?PORT_\d+_(TCP|UDP|SCTP)(_.*)?)")
+    found = {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+    others = re.compile(prefix + r"(API_KEY|CACHE|TEST_.*|(.*_)?SERVICE_(HOST|PORT(_.*)?)|(.*_)?PORT_\d+_(TCP|UDP|SCTP)(_.*)?)")
     service = re.compile(r"(tcp|udp|sctp)://.*")  # HEADRACE_PORT is an option and such a name
     return {n: v for n, v in found.items() if not others.fullmatch(n) and not (n.endswith("_PORT") and service.fullmatch(v))}
 

@@ -16,6 +16,7 @@ SYNONYMS: Mapping[str, Mapping[str, str]] = MappingProxyType({
     },
     "load_format": {"mistral": "auto", **dict.fromkeys(("fastsafetensors", "runai_streamer", "instanttensor"), "safetensors")},
     "attention_backend": {"triton_attn": "triton"},
+    "tool_parser": {"qwen3_xml": "qwen3_coder", "glm47": "glm45"}, "reasoning_parser": {"gptoss": "openai_gptoss"},
 })  # fmt: skip
 # what is another thing there -> what is nearest here
 _NEAREST: Mapping[str, Mapping[str, str]] = MappingProxyType({
@@ -26,7 +27,10 @@ _NEAREST: Mapping[str, Mapping[str, str]] = MappingProxyType({
         "bitsandbytes": "int4, of a checkpoint of floats",
     },
     "load_format": {"bitsandbytes": "auto, with --quantization int4 of a checkpoint of floats"},
-    "attention_backend": dict.fromkeys(("flash_attn", "flashinfer", "flashmla", "flashinfer_mla", "xformers"), "auto"),
+    "attention_backend": dict.fromkeys((
+        "flash_attn", "flash_attn_mla", "flashinfer", "flashinfer_mla", "flashmla", "cutlass_mla", "triton_mla",
+        "flex_attention", "xformers", "torch_sdpa",
+    ), "auto"),
 })  # fmt: skip
 
 

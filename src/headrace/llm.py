@@ -18,9 +18,9 @@ from headrace.engine.build import Engine, build_engine
 from headrace.engine.messages import EngineOutput, EngineRequest
 from headrace.engine.sharing import Reader, SharedCore
 from headrace.errors import ParameterError
+from headrace.foreign_options import left_out_in_words, of_python
 from headrace.lora.names import salted, with_adapters
 from headrace.model.tokenizer import Tokenizer
-from headrace.options import nearest
 from headrace.progress import token_progress
 from headrace.sampling.params import SamplingParams, defaults_in_words
 from headrace.scoring import ScoreOutput, score_in_core
@@ -80,10 +80,10 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, *, progress: bool = False, **options: Any):
-        known = EngineConfig.__dataclass_fields__
-        for name in options.keys() - known:
-            raise ParameterError(name, options[name], f"nothing: there is no such option{nearest(name, known)}")
-        config = EngineConfig(model=model, **options)
+        fields, left_out = of_python(options, EngineConfig.__dataclass_fields__)
+        for remark in left_out_in_words(left_out):
+            logger.warning("%s", remark)
+        config = EngineConfig(model=model, **fields)
         self.engine: Engine | None = build_engine(config, progress=progress, adapters=True)
         self._adapters = self.engine.begin()
         self.config = self.engine.config

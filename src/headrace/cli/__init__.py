@@ -119,6 +119,8 @@ def _run(parser: CommandParser, argv: list[str]) -> int:
     if args.command != "serve":  # a server has a log of its own, and nothing to say on stdout
         configure(args.command, args.log_level)
         check_output()
+        for remark in args.remarks:
+            print(f"headrace: {remark}", file=sys.stderr)
     try:
         return args.run(args)
     except ParameterError as e:

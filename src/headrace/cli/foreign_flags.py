@@ -1,66 +1,86 @@
-"""What other servers (vLLM, SGLang, llama.cpp) call options: a command line that was written for one of them is told ours."""
+"""A command line that was written for vLLM, in our words."""
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Container, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
+from typing import Any
 
+from headrace.foreign_options import PARTS, SWITCHES, Meaning, is_known, meaning, plain, whole
 from headrace.foreign_values import instead_of_value
 
-# theirs -> ours, or what there is instead
-FOREIGN_FLAGS: Mapping[str, str] = MappingProxyType({
-    **dict.fromkeys(("-m", "--model-path"), "--model"), "--tokenizer-path": "--tokenizer", "--alias": "--served-model-name",
-    **dict.fromkeys(("-c", "--ctx-size", "--context-length"), "--max-model-len"),
-    **dict.fromkeys(("-tp", "--tp", "--tp-size"), "--tensor-parallel-size"),
-    **dict.fromkeys(("-dp", "--dp", "--dp-size"), "--data-parallel-size"),
-    "-q": "--quantization",
-    **dict.fromkeys(("-np", "--parallel", "--max-running-requests"), "--max-num-seqs"),
-    "--mem-fraction-static": "--gpu-memory-utilization", "--chunked-prefill-size": "--max-num-batched-tokens",
-    "--tool-call-parser": "--tool-parser", "--generation-config": "--override-generation-config",
-    "--api-server-count": "--api-processes", "--uvicorn-log-level": "--log-level", "--kv-events-config": "--kv-events",
-    **dict.fromkeys(("--lora-modules", "--lora-paths"), "--lora NAME=PATH, again for each"),
-    "--allowed-origins": "--cors-origin, again for each", "--distributed-executor-backend": "--ray",
-    "--speculative-config": "--speculative-method, --speculative-model, --num-speculative-tokens",
-    "--disable-log-stats": "--stats-interval 0", "--enable-log-requests": "--log-level info",
-    "--disable-log-requests": "only --log-level info logs requests",
-    "--enable-auto-tool-choice": "tools need no option", "--jinja": "chat templates need no option",
-    "--enable-lora": "--lora and --lora-dir say so", "--enable-chunked-prefill": "prompts are computed in chunks anyway",
-    "--enable-reasoning": "reasoning needs no option (--reasoning-parser)",
-    **dict.fromkeys(("--task", "--runner"), "each model generates and embeds"),
-    **dict.fromkeys(("--guided-decoding-backend", "--structured-outputs-config"), "grammars need no option"),
-    "--trust-remote-code": "no code of a model's directory is ever run",
-    **dict.fromkeys(("--seed", "--random-seed"), "a request has its seed; without one each is another"),
-    "--max-logprobs": "up to 20 of a position without an option", "--root-path": "a proxy in front takes its prefix away",
-    "--no-enable-chunked-prefill": "prompts are computed in chunks of --max-num-batched-tokens",
-    "--enable-expert-parallel": "with --tensor-parallel-size each card has whole experts anyway",
-    **dict.fromkeys(
-        ("--compilation-config", "--optimization-level", "-O0", "-O1", "-O2", "-O3"), "--enforce-eager alone turns graphs off"
-    ),
-    **dict.fromkeys(
-        ("--hf-overrides", "--rope-scaling", "--json-model-override-args"), "what config.json says holds: change a copy"
-    ),
-    **dict.fromkeys(("--limit-mm-per-prompt", "--language-model-only"), "text alone is taken and made"),
-    **dict.fromkeys(("--enable-prompt-tokens-details", "--enable-cache-report"), "usage has cached_tokens without an option"),
-    **dict.fromkeys(
-        ("--pipeline-parallel-size", "-pp"), "--tensor-parallel-size splits a model, --data-parallel-size and --ray multiply it"
-    ),
-    **dict.fromkeys(
-        ("-ngl", "--n-gpu-layers", "--gpu-layers"), "a model is on the GPU as a whole or not at all (--device)"
-    ),
-    **dict.fromkeys(
-        ("--cpu-offload-gb", "--swap-space"), "weights are where the model runs; narrower ones: --quantization"
-    ),
-})  # fmt: skip
+
+def in_ours(words: list[str], options: Mapping[str, argparse.Action]) -> tuple[list[str], dict[str, str]]:
+    """The words with vLLM's options as ours, and the options that are left out, each with why. Others stay as they are."""
+    known = {flag[2:] for flag in options if flag.startswith("--")}
+    found: list[str] = []
+    left_out: dict[str, str] = {}
+    parts: dict[str, dict[str, Any]] = {}  # --speculative-config.method
+    left, given = list(words), {word.partition("=")[0].replace("_", "-") for word in words}
+
+    def add(meant: Meaning) -> None:
+        found.extend(f"--{ours}" + f"={one}" * (one != "") for ours, ones in meant.ours.items() for one in ones)
+        left_out.update({("-" if len(name) < 4 else "--") + name: why for name, why in meant.left_out.items()})
+
+    several = not words[:1] or words[0][:1] != "-" or any(re.match(r"--model(=|$)", word) for word in words)
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            return [*found, word, *left], left_out
+        flag, equals, value = word.partition("=")
+        flag = flag if flag.startswith("-O") else flag.replace("_", "-")
+        if flag in options:
+            found.append(flag + equals + value)
+            if several and not equals and _is_many(options[flag]):
+                values = _values(left, most=None)
+                found[-1:] = [one for value in values for one in (flag, value)] or [flag]
+            continue
+        name = whole(plain(flag))
+        if not word.startswith("-") or not is_known(name) or any(flag.startswith("--") and o.startswith(flag) for o in options):
+            found.append(word)
+            continue
+        values = [value] if equals else [] if _alone(name, left) else _values(left, None if name in _SEVERAL else 1)
+        if name in PARTS and "." in flag:
+            parts.setdefault(name, {})[word.partition("=")[0].partition(".")[2]] = values[0] if values else ""
+            continue
+        meant = meaning(name, values if name in _SEVERAL else "".join(values), known)
+        if meant is None or (name == "generation-config" and any(f"--{ours}" in given for ours in meant.ours)):
+            found += [word, *([] if equals else values)]
+            continue
+        add(meant)
+    for name, fields in parts.items():
+        if (meant := meaning(name, fields, known)) is None:
+            found.append(f"--{name}")
+        else:
+            add(meant)
+    return found, left_out
 
 
-def instead_of(word: str, known: Container[str]) -> str:
-    """What to give instead of the unknown option `word`, where there are these; nothing for one that is known nowhere."""
-    advice = FOREIGN_FLAGS.get(word.partition("=")[0].replace("_", "-"), "")
-    flags = [part.strip("(),") for part in advice.split() if part.startswith(("--", "(--"))]
-    if not advice or not all(flag in known for flag in flags):
-        return ""
-    return f" (here: {advice})"
+_SEVERAL = frozenset(("lora-modules", "middleware", "logits-processors", "cuda-graph-sizes", "cudagraph-capture-sizes",
+                      "limit-mm-per-prompt"))  # fmt: skip
+
+
+def _is_many(action: argparse.Action) -> bool:
+    return isinstance(action, argparse._AppendAction) and getattr(action, "described", None) is not None
+
+
+def _alone(name: str, left: list[str]) -> bool:
+    """Whether an option stands without a value; of a switch one that older versions had is taken away."""
+    if name.removeprefix("no-") not in SWITCHES:
+        return False
+    if left and left[0].lower() in ("true", "false"):
+        del left[0]
+    return True
+
+
+def _values(left: list[str], most: int | None) -> list[str]:
+    """Taken from the words that are left."""
+    count = 0
+    while count < len(left) and (most is None or count < most) and re.match(r"(?!-)|-\d", left[count]):
+        count += 1
+    taken, left[:count] = left[:count], []
+    return taken
 
 
 def meant_by(message: str) -> str:

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import logging
 from collections.abc import Sequence
 
 from headrace.config import KEY_FORM, api_key_from_environment, is_api_key
 from headrace.errors import ParameterError
 from headrace.files import read_text
 
-logger = logging.getLogger("headrace.server")
-ENVIRONMENT, FOREIGN = "HEADRACE_API_KEY", "VLLM_API_KEY"  # what vLLM's server reads
+ENVIRONMENT, FOREIGN = "HEADRACE_API_KEY", "VLLM_API_KEY"  # what vLLM's server reads where no key is given otherwise
 
 
 def server_keys(args: argparse.Namespace) -> tuple[str, ...]:
-    """The keys that a server takes; () only where none of the three sources is named. Errors never show a key."""
+    """The keys that a server takes; () only where none of the sources is named. Errors never show a key."""
     keys = [_checked("--api-key", key) for key in args.api_key or ()]
     if args.api_key_file is not None:
         keys += _keys_of_file("--api-key-file", args.api_key_file)
     if (found := api_key_from_environment()) is not None:
         keys.append(_checked(ENVIRONMENT, found))
-    if not keys and api_key_from_environment(FOREIGN) is not None:
-        logger.warning("%s is set, and not read here: this server asks nobody for a key (%s gives one)", FOREIGN, ENVIRONMENT)
+    if not keys and (found := api_key_from_environment(FOREIGN)) is not None:
+        keys.append(_checked(FOREIGN, found))
     return tuple(keys)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace.cli.parser import text
-from headrace.cli.sources import UNSET
+from headrace.cli.sources import UNSET, size
 from headrace.config import EngineConfig
 from headrace.engine.interrupts import uninterrupted
 from headrace.errors import ParameterError
@@ -58,7 +58,8 @@ def _add(group: Any, described: Option, again: str | None) -> None:
     elif described.choices:
         about |= {"choices": described.choices, "type": described.meant}
     else:
-        about["type"] = text if described.kind is str else described.kind
+        sized = described.kind is int and described.optional and described.unit in ("TOKENS", "BYTES")
+        about["type"] = text if described.kind is str else size if sized else described.kind
         about["metavar"] = described.unit or {int: "N", float: "X"}.get(described.kind, described.name.upper())
     if described.many:
         about["action"] = "append"

@@ -7,9 +7,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from headrace.cli.foreign_flags import instead_of, meant_by
+from headrace.cli.foreign_flags import in_ours, meant_by
 from headrace.cli.sources import settle, unsettled
+from headrace.config import foreign_variables
 from headrace.errors import ParameterError
+from headrace.foreign_options import instead_of, left_out_in_words
 from headrace.foreign_values import synonyms_in_words
 from headrace.options import nearest
 
@@ -65,17 +67,14 @@ class CommandParser(argparse.ArgumentParser):
         self.fill()
         if self._subparsers is not None:
             return super().parse_known_args(args, namespace)
-        found, unknown = super().parse_known_args([self._dashed(word) for word in args or ()], unsettled(self))
+        words, left_out = in_ours(list(args or ()), self._option_string_actions)
+        found, unknown = super().parse_known_args(words, unsettled(self))
         if unknown:  # here, not in the parser above: this one knows its command's options
-            self.error(f"unknown: {' '.join(unknown)}{self._suggestion(unknown) or self._again(unknown[0], list(args or ()))}")
-        settle(self, found)
+            self.error(f"unknown: {' '.join(unknown)}{self._suggestion(unknown)}")
+        left_out |= settle(self, found)
+        runs = "--max-model-len" in self._option_string_actions
+        found.remarks = left_out_in_words(left_out, foreign_variables() if runs else ())
         return found, unknown
-
-    def _dashed(self, word: str) -> str:
-        """--max_model_len is --max-model-len, as with vLLM."""
-        name, equals, value = word.partition("=")
-        dashed = name.replace("_", "-")
-        return dashed + equals + value if dashed in self._option_string_actions else word
 
     def error(self, message: str) -> NoReturn:
         said = f"{self.prog}: error: {message}{meant_by(message)}\n{self.prog} --help lists what there is\n"
@@ -91,15 +90,10 @@ class CommandParser(argparse.ArgumentParser):
 
     def _suggestion(self, unknown: list[str]) -> str:
         known = [o for o in self._option_string_actions if o.startswith("--")]
-        if advice := next(filter(None, (instead_of(word, known) for word in unknown)), ""):
+        names = {o[2:] for o in known}
+        if advice := next(filter(None, (instead_of(word, names) for word in unknown if word.startswith("-"))), ""):
             return advice
         return next(filter(None, (nearest(word.partition("=")[0], known) for word in unknown if word.startswith("-"))), "")
-
-    def _again(self, word: str, args: list[str]) -> str:
-        """vLLM takes several values behind one option, as in `--served-model-name a b`."""
-        option = args[max(0, args.index(word) - 2)] if word in args else ""
-        described = getattr(self._option_string_actions.get(option), "described", None)
-        return f" ({option} takes one value, and is given again for each)" if described is not None and described.many else ""
 
 
 def text(value: str) -> str:

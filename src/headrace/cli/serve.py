@@ -54,6 +54,8 @@ def run(args: argparse.Namespace, builder: str = BUILDER) -> int:
     options = ServeOptions(**given(ServeOptions, args))
     configure("server", options.log_level, options.log_format)
     logger.setLevel(logging.INFO)  # what it does and how it fares is told at every level
+    for remark in args.remarks:
+        logger.warning("%s", remark)
     named_model(args)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # whoever started this may have blocked some: then no child's end is seen
     listeners = bind(options.host, options.port, options.api_processes)

@@ -7,18 +7,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 from headrace.config import option_variables
 from headrace.errors import HeadraceError, ParameterError
 from headrace.files import read_text
+from headrace.foreign_options import instead_of, meaning, plain
 from headrace.foreign_values import instead_of_value
 from headrace.options import Option, nearest
 
 UNSET: Any = object()
 MOST_TEXT = 2**20  # characters of a file of options
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
 BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def size(text: str) -> int | None:
+    """Of tokens or bytes. As with vLLM 4k is 4,000 and 4K 4,096, up to t and T; auto and -1 are what is there without."""
+    if text.strip().lower() in ("auto", "-1"):
+        return None
+    if (found := _SIZE.fullmatch(text.strip())) is None:
+        return int(text)
+    power = "kmgt".index(found[2].lower()) + 1
+    return int(float(found[1]) * (1024 if found[2].isupper() else 1000) ** power)
 
 
 def add_config_file(parser: argparse.ArgumentParser, others: Callable[[], set[str]] = set) -> None:
@@ -35,8 +48,11 @@ def unsettled(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return argparse.Namespace(**{a.dest: None if isinstance(a, argparse._AppendAction) else UNSET for a in actions})
 
 
-def settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Fill in what the command line has left open. Raises ParameterError that names the source of a bad value."""
+def settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, str]:
+    """Fill in what the command line has left open. Returns the options of vLLM's that are left out, each with why.
+
+    Raises ParameterError that names the source of a bad value.
+    """
     actions = {key_of(a): a for a in parser._actions if a.option_strings and a.default is not argparse.SUPPRESS}
     args.sources = {
         a.dest: f"--{key}" for key, a in actions.items() if (value := getattr(args, a.dest)) is not UNSET and value is not None
@@ -51,18 +67,26 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     for action in actions.values():
         if (name := variable_of(action)) in variables:
             take(action, name, variables[name].split(",") if _is_many(action) else variables[name])
+    left_out: dict[str, str] = {}
     if "config_file" in args.sources:
         for key, value in _read(args.sources["config_file"], args.config_file).items():
             source = f"{args.config_file}: {key}"
             dashed = key.replace("_", "-")
             if dashed not in actions and dashed in actions["config"].others():  # type: ignore[attr-defined]
                 continue
-            if dashed not in actions or dashed == "config":
-                raise HeadraceError(f"{source}: no such option of {parser.prog}{nearest(dashed, actions)}")
-            take(actions[dashed], source, value)
+            if dashed in actions and dashed != "config":
+                take(actions[dashed], source, value)
+            elif (meant := meaning(plain(dashed), value, actions)) is not None:
+                left_out |= meant.left_out
+                for name, values in meant.ours.items():
+                    take(actions[name], source, values if _is_many(actions[name]) else values[-1])
+            else:
+                advice = instead_of(dashed, actions) or nearest(dashed, actions)
+                raise HeadraceError(f"{source}: no such option of {parser.prog}{advice}")
     for a in parser._actions:
         if a.default is not argparse.SUPPRESS and getattr(args, a.dest) in (UNSET, None):
             setattr(args, a.dest, a.default)
+    return left_out
 
 
 def key_of(action: argparse.Action) -> str:
@@ -145,8 +169,8 @@ def _one(parser: argparse.ArgumentParser, action: argparse.Action, value: Any, s
         found = parser._get_value(action, value)
         parser._check_value(action, found)
     except (argparse.ArgumentError, LookupError, AttributeError):
-        kinds = {int: "an integer", float: "a number"}
-        allowed = "true or false" if action.nargs == 0 else kinds.get(action.type, "a text that is not empty")  # type: ignore[call-overload]
+        kinds = {int: "an integer", size: "an integer", float: "a number"}
+        allowed = "true or false" if action.nargs == 0 else kinds.get(action.type, "a text that is not empty")
         if action.choices:
             allowed = "one of " + ", ".join(action.choices) + instead_of_value(action.dest, value)
         raise ParameterError(source, value, allowed) from None

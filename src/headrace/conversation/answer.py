@@ -15,6 +15,7 @@ from headrace.conversation.reasoning import REASONING_FORMATS, ReasoningParser, 
 from headrace.conversation.thought_calls import ThoughtCalls
 from headrace.conversation.tool_formats import TOOL_PARSERS, ToolParser, detect_tool_parser
 from headrace.errors import ParameterError
+from headrace.foreign_values import ours_of_value
 
 
 def special_id(tokenizer: Any, marker: str) -> int | None:
@@ -33,6 +34,8 @@ class AnswerFormat:
     @classmethod
     def choose(cls, template: str | None, reasoning: str | None = "auto", tools: str | None = "auto") -> AnswerFormat:
         """By name, or "auto": from the chat template. Raises ParameterError for a name that is not known."""
+        reasoning = reasoning and ours_of_value("reasoning_parser", reasoning)
+        tools = tools and ours_of_value("tool_parser", tools)
         if reasoning == "auto":
             reasoning = detect_reasoning_format(template or "")
         elif reasoning is not None and reasoning not in REASONING_FORMATS:
