@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import random
 import time
 from array import array
 
+from about import write
 from headrace.cache.block_pool import BlockPool
 from headrace.cache.radix_tree import Node, RadixTree
 
@@ -98,11 +97,7 @@ def main() -> None:
         figures = ", ".join(f"{name} {row[name]:.2f}" for name in ("match", "insert", "hold", "evict"))
         print(f"{size:9,d} cached blocks of {args.block_size}: {figures} us per block", flush=True)
     if args.json:
-        record = {
-            "benchmark": "cache_index", "python": platform.python_version(), "machine": platform.machine(), "rows": rows,
-        }  # fmt: skip
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
+        write(args.json, {"benchmark": "cache_index", "rows": rows})
 
 
 if __name__ == "__main__":

@@ -17,10 +17,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
-import json
-import platform
 import pstats
-import sys
 import time
 from itertools import product
 from statistics import median
@@ -30,6 +27,8 @@ import msgspec
 import numpy as np
 import torch
 
+from about import write
+from headrace.cache.state_pool import NoStates
 from headrace.engine.client import EngineClient
 from headrace.engine.core import EngineCore
 from headrace.engine.messages import EngineRequest
@@ -77,7 +76,7 @@ class FakeGraphs:
 class FakeDecoder:
     """Costs nothing. Its logits are as wide as a model's: the likeliest ids have some tenths of the probability."""
 
-    vocab = None
+    vocab = choose = None
 
     def __init__(self, vocab_size: int, most: int):
         self.vocab_size = vocab_size
@@ -128,7 +127,8 @@ def build(num_running: int, num_output: int, block_size: int, sampling: str | No
     state = BatchState(num_running, length, block_size, torch.device("cpu"))
     vocab_size = VOCAB if sampling is None else CPU_VOCAB
     graphs = FakeGraphs(num_running) if sampling is None else None
-    runner = ModelRunner(FakeDecoder(vocab_size, num_running), None, state, graphs)  # type: ignore[arg-type]
+    kv = SimpleNamespace(states=NoStates())
+    runner = ModelRunner(FakeDecoder(vocab_size, num_running), kv, state, graphs)  # type: ignore[arg-type]
     core = EngineCore(scheduler, runner, vocab_size=vocab_size)
     for i in range(num_running):
         params = SamplingParams(max_tokens=num_output, **SAMPLING[sampling or "greedy"]).resolved({})
@@ -205,12 +205,7 @@ def main() -> None:
     if profile is not None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
     if args.json:
-        record = {
-            "benchmark": "scheduler_host", "python": platform.python_version(), "machine": platform.machine(),
-            "implementation": sys.implementation.name, "rows": rows,
-        }  # fmt: skip
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
+        write(args.json, {"benchmark": "scheduler_host", "rows": rows})
 
 
 if __name__ == "__main__":

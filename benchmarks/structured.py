@@ -62,7 +62,7 @@ class MaskClock:
     def __init__(self, core: EngineCore):
         self.seconds = 0.0
         assert core.structured is not None
-        for name in ("masks", "accept"):
+        for name in ("masks", "follow"):
             setattr(core.structured, name, self._timed(getattr(core.structured, name)))
 
     def _timed(self, work):
