@@ -353,7 +353,6 @@ def narrow_products() -> None:
     products.project(meta(8, 4096), gpu_decode.narrow_meta(6144, 4096, "fp8"), meta(1, 8, 6144), WarpTile(16, 8, 8, 2))
     products.project(meta(1, 4096), gpu_decode.narrow_meta(6144, 4096, "int4"), meta(1, 1, 6144), DigitTile(16, 1))
     products.glu(meta(1, 4096), gate_up, out[:1], DigitTile(48, 2, 96), sumsq=meta(1, 64, dtype=f32), eps=1e-6)
-    products.glu(meta(8, 4096), gate_up, out, DigitTile(96, 4), sumsq=meta(8, 64, dtype=f32), eps=1e-6)
     tile = decode_tiles.narrow_tile(shapes["qkv"], 32, "fp8")
     slabs = meta(products.num_splits(tile), 32, 6144, dtype=f32)
     products.project(meta(32, 4096), gpu_decode.narrow_meta(6144, 4096, "fp8"), slabs, tile, sumsq=meta(32, 64, dtype=f32))

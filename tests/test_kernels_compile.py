@@ -127,7 +127,7 @@ def test_the_assembler_has_lost_nothing(compiled) -> None:
 def test_narrow_products_compile(compiled) -> None:
     kernels = of(compiled[90], "narrow products")
     names = [kernel["kernel"] for kernel in kernels]
-    assert names == ["_warp_kernel", "_gemv_kernel", "_warp_kernel", "_digit_kernel", "_digit_kernel", "_nibble_kernel", "_narrow_kernel"]
+    assert names == ["_warp_kernel", "_gemv_kernel", "_warp_kernel", "_digit_kernel", "_digit_kernel", "_narrow_kernel"]
     assert not [kernel for kernel in kernels if kernel["spills"] > 16], "registers are spilled"
 
 

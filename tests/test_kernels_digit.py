@@ -1,11 +1,11 @@
-"""Few rows by 4-bit weights in rings, one as whole numbers: the kernels' own text, without a card (gluon_interpreter.py) or on it."""
+"""One row by 4-bit weights in rings, as whole numbers: the kernel's own text, without a card (gluon_interpreter.py) or on it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from headrace.fast_decode import digit_gemm, digit_tile, nibble_gemm, products, ring_gemm, tiles
+from headrace.fast_decode import digit_gemm, digit_tile, products, ring_gemm, tiles
 from headrace.fast_decode.digit_tile import DigitTile
 from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference
 from headrace.fast_decode.gemv import GemvTile
@@ -28,8 +28,6 @@ def without_a_card(monkeypatch) -> None:
 
         beside = gluon_rings.__file__, ring_gemm.__file__
         monkeypatch.setattr(digit_gemm, "_digit_kernel", Interpreted(digit_gemm.__file__, "_digit_kernel", *beside))
-        beside = *beside, digit_gemm.__file__
-        monkeypatch.setattr(nibble_gemm, "_nibble_kernel", Interpreted(nibble_gemm.__file__, "_nibble_kernel", *beside))
         monkeypatch.setattr(products, "pdl", lambda x: {"PDL": True})
 
 
@@ -71,29 +69,6 @@ def test_joining_the_residual(tile: DigitTile, phases: int) -> None:
     close(total, expected[0], TOLERANCE)
     close(normed, expected[1], TOLERANCE)
     close(sumsq.sum(1, keepdim=True), expected[2], TOLERANCE)
-
-
-@pytest.mark.parametrize("rows", [2, 5, 8])
-@pytest.mark.parametrize("form", ["int4 by 128, zeros", "int4 by 128"])
-def test_several_rows(form: str, rows: int) -> None:
-    """In bfloat16: projected, gated and joined to the residual, by one phase and two, rings as long as the steps and shorter."""
-    for tile, phases in ((DigitTile(48, 4), 1), (DigitTile(16, 1), 2)):
-        columns, width = 96, phases * K
-        x, w, bias = random(rows, width).to(BF16), narrow(form, columns, width, DEVICE, seed=1), random(columns, seed=2)
-        sumsq = random(rows, 70, seed=3).square() * width
-        out = torch.full((1, rows, columns), NAN, device=DEVICE)
-        products.project(x, w, out, tile, sumsq=sumsq, eps=1e-5, bias=bias, scale=0.5)
-        close(out[0], project_reference(x, w, sumsq, 1e-5, bias, 0.5, 0.0), TOLERANCE)
-        norm, total = random(columns, seed=3), random(rows, columns, seed=4)
-        expected = residual_reference(x, w, total, norm, 0.5, 0.3, None)
-        normed, squares = (torch.full((rows, n), NAN, device=DEVICE) for n in (columns, columns // tile.block_n))
-        products.residual(x, w, total, normed, squares, norm, tile, norm_offset=0.5, scale=0.3)
-        for found, of_torch in zip((total, normed, squares.sum(1, keepdim=True)), expected, strict=True):
-            close(found, of_torch, TOLERANCE)
-        w = narrow(form, 2 * columns, width, DEVICE, seed=1)
-        out = torch.full((rows, columns), NAN, device=DEVICE)
-        products.glu(x, w, out, tile, sumsq=sumsq, eps=1e-5)
-        close(out, glu_reference(x, w, sumsq, 1e-5, "silu"), TOLERANCE)
 
 
 def test_every_place_and_code() -> None:

@@ -1,4 +1,4 @@
-"""The tile of digit_gemm.py and nibble_gemm.py, apart from the kernels: they need Gluon, and a card that has what it is for."""
+"""The tile of digit_gemm.py, apart from the kernel: that needs Gluon, and a card that has what it is for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.fast_decode.skinny_gemm import AllRows
 from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.model.weight import Weight
 
-MAX_ROWS = 8
+MAX_ROWS = 1
 WARPS = 8
 IN_PHASE = 512 * WARPS  # columns that a program's warps have at once
 
@@ -36,7 +36,7 @@ class DigitTile(AllRows):
 
 
 def suits(weight: Weight) -> bool:
-    """Whether the kernels take weights of such a form: groups of 128, scales of 16 bits, zeros that are whole or none."""
+    """Whether the kernel takes weights of such a form: groups of 128, scales of 16 bits, zeros that are whole or none."""
     factors = [(weight.scales, 2), (weight.zeros, 1)]
     whole = all(t is None or t.dtype.itemsize == size for t, size in factors)
     return weight.kind == "int4" and weight.group == 128 and whole and weight.shape[1] % IN_PHASE == 0

@@ -5,7 +5,7 @@
     RingTile   the same on Hopper, weights by the copy engine ring_gemm.py
     WideTile   tensor cores and copy engine, up to 256 rows  wide_gemm.py
     WarpTile   tensor cores, narrow weights, few rows        warp_gemm.py
-    DigitTile  the same on Hopper, 4 bits, weights by the copy engine: one row  digit_gemm.py, 2 to 8  nibble_gemm.py
+    DigitTile  tensor cores' whole numbers on Hopper, 4 bits, weights by the copy engine: one row  digit_gemm.py
     RoundedTile FP8 tensor cores, weights and rows in FP8, 2 to 64 rows  rounded_gemm.py
     WidenedTile tensor cores on Hopper, weights of 4 or 8 bits by the copy engine, up to 64 rows  widened_gemm.py
 
@@ -84,10 +84,10 @@ def _widened_plan(*arguments: Any) -> Plan:
     return plan(*arguments)
 
 
-def _digit_plan(tile: DigitTile, x: Tensor, *more: Any) -> Plan:
-    from headrace.fast_decode import digit_gemm, nibble_gemm
+def _digit_plan(*arguments: Any) -> Plan:
+    from headrace.fast_decode.digit_gemm import plan
 
-    return (digit_gemm if len(x) == 1 else nibble_gemm).plan(tile, x, *more)
+    return plan(*arguments)
 
 
 PLAN: dict[type, Callable[..., Plan]] = {
@@ -130,7 +130,7 @@ def _launch(
     if isinstance(tile, RingTile) and mode == "residual":
         more["joins"] = True
     kernel, grid, own = plan(tile, x, weight, columns, sumsq, **more)
-    if not isinstance(tile, GemvTile | DigitTile):  # of one row, or whose sums are in one piece
+    if not isinstance(tile, GemvTile | DigitTile):  # of one row
         own |= {
             "M": rows, "K": width, "SPLITS": tile.splits,
             "sumsq_out_tiles": 0 if sumsq_out is None else sumsq_out.shape[1], "num_stages": tile.num_stages,
