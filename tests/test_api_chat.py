@@ -113,7 +113,7 @@ def test_logprobs(api, top):
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"), ({"structured_outputs": {"rgx": "a"}}, "structured_outputs.rgx"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"), ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"guided_json": {}}, "guided_json"), ({"echo": True}, "echo"), ({"functions": []}, "functions"), ({"use_beam_search": True, "top_p": 0.5}, "top_p"),
+        ({"guided_json": {}, "structured_outputs": {"regex": "a"}}, "structured_outputs"), ({"logits_processors": ["a.b"]}, "logits_processors"), ({"echo": True}, "echo"), ({"functions": []}, "functions"), ({"use_beam_search": True, "top_p": 0.5}, "top_p"),
         ({"n": 0}, "n"), ({"n": 1_000_000}, "n"), ({"temperature": 3}, "temperature"), ({"top_p": 0}, "top_p"), ({"seed": 2**63}, "seed"),
         ({"stop": ""}, "stop"), ({"stop": [""]}, "stop"), ({"stop": [1]}, "stop[0]"), ({"logit_bias": {"99999": 1}}, "logit_bias"), ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 9999}, "max_tokens"), ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),

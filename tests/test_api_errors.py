@@ -152,7 +152,7 @@ def test_missing_and_unknown_fields(api, path):
     for sent in (Api(unknown_fields="refuse").post(path, {**BODIES[path], "frobnicate": 1}), api.post(path, {**BODIES[path], typo: 1})):
         error = error_of(sent)
         assert error["param"] in ("frobnicate", typo) and error["code"] == "unknown_parameter"
-    known = {"/v1/completions": ("max_new_tokens", "use max_tokens"), "/v1/chat/completions": ("guided_json", "structured_outputs"),
+    known = {"/v1/completions": ("max_new_tokens", "use max_tokens"), "/v1/chat/completions": ("ebnf", "structured_outputs"),
              "/v1/responses": ("max_new_tokens", "use max_output_tokens")}  # fmt: skip
     if path in known:
         field, instead = known[path]

@@ -1,10 +1,13 @@
 """Fields that no body of ours has: what agents and front ends send is served, typos and foreign samplers are refused."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from answers import error_of
+from fake_engine import FakeEngine
 from headrace.api.protocol import ChatRequest, CompletionRequest
 from headrace.api.responses_input import ResponsesRequest
 from headrace.api.unknown_fields import CHANGES_ANSWERS, MAX_NAMED, header_value, nearest
@@ -73,10 +76,59 @@ def test_typos_are_refused_with_what_was_meant(api, name):
     assert error["param"] == name and error["code"] == "unknown_parameter" and "; is it " in error["message"]
 
 
-@pytest.mark.parametrize("name", [*sorted(CHANGES_ANSWERS - {"mm_processor_kwargs"}), "guided_json", "max_new_tokens", "no_stop_trim", "system_prompt", "prefill", "json_mode"])
+@pytest.mark.parametrize("name", [*sorted(CHANGES_ANSWERS - {"mm_processor_kwargs"}), "structural_tag", "max_new_tokens", "no_stop_trim", "system_prompt", "prefill", "json_mode"])
 def test_what_changes_answers_elsewhere_is_refused(api, name):
     error = error_of(api.post("/v1/chat/completions", {**CHAT, name: 1}))
     assert error["param"] == name and error["code"] == "unknown_parameter"
+
+
+@pytest.mark.parametrize("name", ["logits_processors", "guided_whitespace_pattern", "best_of", "suffix", "temprature", "images"])
+@pytest.mark.parametrize("nothing", [None, [], {}])
+def test_what_asks_for_nothing_is_left_out_and_named(api, name, nothing):
+    assert ignored(api, "/v1/chat/completions", {**CHAT, name: nothing}) == name
+
+
+@pytest.mark.parametrize("body", [{"kv_transfer_params": {}}, {"vllm_xargs": {}}, {"documents": []}, {"mm_processor_kwargs": {}}])
+def test_known_fields_that_ask_for_nothing_are_served(api, body):
+    assert ignored(api, "/v1/chat/completions", {**CHAT, **body}) == ""
+    [(name, empty)] = body.items()
+    assert error_of(api.post("/v1/chat/completions", {**CHAT, name: [1] if empty == [] else {"a": 1}}))["param"] == name
+
+
+@pytest.mark.parametrize(("name", "here", "elsewhere"), [
+    ("normalize", True, False), ("embed_dtype", "float32", "float16"), ("endianness", "little", "big"), ("use_activation", True, False),
+])  # fmt: skip
+def test_a_vector_of_another_kind_is_refused(api, name, here, elsewhere):
+    assert ignored(api, "/v1/embeddings", {"input": "hi", name: here}) == ""
+    assert error_of(api.post("/v1/embeddings", {"input": "hi", name: elsewhere}))["param"] == name
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+GUIDED = [
+    ({"guided_json": SCHEMA}, "json", SCHEMA), ({"guided_json": json.dumps(SCHEMA)}, "json", SCHEMA), ({"guided_regex": "[a-c]+"}, "regex", "[a-c]+"),
+    ({"guided_choice": ["a", "b"], "guided_json": None}, "choice", ["a", "b"]), ({"guided_grammar": 'root ::= "a"'}, "grammar", 'root ::= "a"'),
+    ({"guided_json_object": True, "structured_outputs": {}}, "json_object", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "kind", "value"), GUIDED)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("unknown", ["ignore", "refuse"])
+def test_older_words_for_structured_outputs_are_taken_for_them(path, unknown, fields, kind, value):
+    engine = FakeEngine(supports_structured=True)
+    api = Api(engine, unknown_fields=unknown)
+    base = CHAT if "chat" in path else {"prompt": "hi", "max_tokens": 3}
+    assert ignored(api, path, {**base, **fields}) == ""
+    asked = engine.params[-1].structured_outputs
+    assert asked.kind == kind and getattr(asked, kind) == value
+
+
+def test_two_of_them_are_refused():
+    engine = FakeEngine(supports_structured=True)
+    api = Api(engine)
+    for fields in ({"guided_json": SCHEMA, "guided_regex": "a"}, {"guided_json": SCHEMA, "structured_outputs": {"regex": "a"}}):
+        assert error_of(api.post("/v1/chat/completions", {**CHAT, **fields}))["param"] == "structured_outputs"
+    assert ignored(api, "/v1/chat/completions", {**CHAT, "guided_json": SCHEMA, "guided_decoding_backend": "xgrammar"}) == "guided_decoding_backend"
 
 
 @given(kind=st.sampled_from([ChatRequest, CompletionRequest, ResponsesRequest]), data=st.data())

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from headrace.api.bodies import Body
 from headrace.api.config import ServerConfig
 from headrace.api.errors import ApiError, ClientGone, bad_request
-from headrace.api.unknown_fields import Refused, leave_out, leave_out_of_part
+from headrace.api.unknown_fields import Refused, in_our_words, leave_out, leave_out_of_part
 from headrace.api.whole_numbers import as_integers
 from headrace.sampling.foreign import advice
 
@@ -81,7 +81,8 @@ def decode(data: bytes, kind: type[T], ignored: list[str] | None = None) -> T:
         try:
             result = msgspec.json.decode(data, type=kind)
         except msgspec.ValidationError as error:
-            if not _WITH_POINT.match(str(error)) and (ignored is None or not _UNKNOWN.search(str(error))):
+            strange = _UNKNOWN.search(str(error)) and (ignored is not None or b'"guided_' in data)
+            if not strange and not _WITH_POINT.match(str(error)):
                 raise
             result = _mended(data, kind, ignored)
         _check_keys(data)
@@ -112,6 +113,7 @@ def _check_keys(data: bytes) -> None:
 def _mended(data: bytes, kind: Any, ignored: list[str] | None) -> Any:
     """Without unknown fields, unless they are to be refused, and with integers where `5.0` was written for one."""
     document = msgspec.json.decode(data)
+    in_our_words(document, _type_info(kind))
     if ignored is not None:
         ignored += leave_out(document, _type_info(kind))
     document = as_integers(document, _type_info(kind))

@@ -21,8 +21,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moderation": (), "suffix": ("",),
     # vLLM
     "logprob_token_ids": (), "repetition_detection": (),
-    "thinking_token_budget": (), "stream_interval": (1,), "kv_transfer_params": (), "vllm_xargs": (), "prompt_embeds": (),
-    "documents": (), "mm_processor_kwargs": (), "media_io_kwargs": (), "return_prompt_text": (False,),
+    "thinking_token_budget": (), "stream_interval": (1,), "kv_transfer_params": ({},), "vllm_xargs": ({},), "prompt_embeds": (),
+    "documents": ([],), "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "return_prompt_text": (False,),
     "chat_template": (),
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from headrace.api.body import read_json
 from headrace.api.chat_completions import prompt_end, prompt_of
 from headrace.api.chat_tools import tools_of, with_functions
-from headrace.api.checks import check_bookkeeping, check_messages
+from headrace.api.checks import check_bookkeeping, check_messages, check_neutral
 from headrace.api.completions import prompts
 from headrace.api.context import ApiContext, new_id
 from headrace.api.errors import ApiError, allowed_only, bad_request, invalid, unsupported
@@ -114,6 +114,18 @@ class EmbeddingRequest(Body, kw_only=True):
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    # neutral only: vLLM's
+    normalize: Any = None
+    use_activation: Any = None
+    softmax: Any = None
+    embed_dtype: Any = None
+    endianness: Any = None
+
+
+NEUTRAL = {
+    "normalize": (True,), "use_activation": (True,), "softmax": (True,), "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+}  # fmt: skip
 
 
 class TokenizeRequest(Body, kw_only=True):
@@ -182,6 +194,7 @@ async def embeddings(ctx: ApiContext, request: Request) -> Response:
     model = ctx.check_model(body.model)
     ctx.refuse_adapter(body.model)
     check_bookkeeping(ctx, body)
+    check_neutral(body, NEUTRAL)
     size = ctx.engine.model_config.hidden_size
     if body.dimensions is not None and body.dimensions != size:
         raise invalid("dimensions", f"got {body.dimensions}, allowed: {size}.")

@@ -1,7 +1,8 @@
 """Fields that no body of ours has: clients send bookkeeping of their own, and a 400 for it would only shut them out.
 
 One is refused when it is near a name that the body has (a typo) or is known to change an answer elsewhere. Any other is left
-out, named in the response header `x-headrace-ignored` and counted. So are tools of kinds that are run by their provider.
+out, named in the response header `x-headrace-ignored` and counted, and so is one that asks for nothing: null, [] or {}. So are
+tools of kinds that are run by their provider. vLLM's older words for structured_outputs are taken for that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from headrace.api.protocol import ChatRequest, CompletionRequest
 from headrace.api.responses_input import ResponsesRequest
 from headrace.sampling.foreign import FOREIGN
 
+GUIDED = ("guided_json", "guided_json_object", "guided_regex", "guided_choice", "guided_grammar")
 HEADER = b"x-headrace-ignored"
 MAX_NAMED = 32  # in the header
 # known elsewhere, and whoever sends them expects another text than without
@@ -33,7 +35,7 @@ CHANGES_ANSWERS = frozenset((
     # servers and gateways
     "lora", "lora_path", "lora_adapter", "adapter_id", "transforms", "plugins", "models", "mm_processor_kwargs", "system",
     "template", "raw", "context", "custom_logit_processor", "custom_params", "input_embeds", "search_parameters", "stop_regex",
-    "forced_decoder_ids",
+    "forced_decoder_ids", "logits_processors", "guided_whitespace_pattern",
 ))  # fmt: skip
 
 _BOOKKEEPING = frozenset((
@@ -51,6 +53,16 @@ class Refused(Exception):
     def __init__(self, path: str, name: str, instead: str | None):
         super().__init__(path, name, instead)
         self.path, self.name, self.instead = path, name, instead
+
+
+def in_our_words(document: Any, kind: inspect.Type) -> None:
+    """In a decoded body of type `kind` that has structured_outputs, GUIDED of vLLM before 0.12 become that."""
+    if not isinstance(document, dict) or all(f.encode_name != "structured_outputs" for f in getattr(kind, "fields", ())):
+        return
+    given = {name.removeprefix("guided_"): document.pop(name) for name in GUIDED if name in document}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and isinstance(others := document.get("structured_outputs") or {}, dict):
+        document["structured_outputs"] = {**others, **given}
 
 
 def leave_out(document: Any, kind: inspect.Type) -> list[str]:
@@ -99,10 +111,11 @@ def _walk(value: Any, kind: inspect.Type, path: str, found: list[str]) -> None:
         if isinstance(value, dict) and isinstance(member, inspect.StructType):
             known = {field.encode_name: field.type for field in member.fields}
             for name in [name for name in value if name not in known]:
-                if name in MATTERS and not path:
-                    raise Refused(path, name, None)
-                if name not in _BOOKKEEPING and (near := nearest(name, known)):
-                    raise Refused(path, name, f"is it {near}?")
+                if value[name] not in (None, [], {}):
+                    if name in MATTERS and not path:
+                        raise Refused(path, name, None)
+                    if name not in _BOOKKEEPING and (near := nearest(name, known)):
+                        raise Refused(path, name, f"is it {near}?")
                 found.append(f"{path}.{name}" if path else name)
                 del value[name]
             for name, below in value.items():
