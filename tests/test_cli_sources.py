@@ -89,6 +89,8 @@ def test_kernels_are_compiled_for_what_the_servers_file_says(tmp_path):
     """The file that a deployment has was refused for its port."""
     args = parsed(*file_with(tmp_path, "port: 9000\nmodel: x\nmax_num_seqs: 8\napi-key-file: k\n"), command="compile")
     assert engine_options(args) == {"model": "x", "max_num_seqs": 8}
+    of_vllm = "tp: 2\nmodel: x\ntool-call-parser: hermes\napi-server-count: 2\nallowed-origins: ['*']\ndisable-log-stats: true\n"
+    assert engine_options(parsed(*file_with(tmp_path, of_vllm), command="compile")) == {"model": "x", "tensor_parallel_size": 2}
     for text, words in (("prot: 9000", "prot: no such option of headrace compile"), ("models: [{model: x}]", "models: no such option")):
         with pytest.raises(HeadraceError, match=words):
             parsed(*file_with(tmp_path, text), command="compile")

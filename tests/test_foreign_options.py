@@ -160,6 +160,20 @@ def test_a_file_of_vllms_options_starts(tmp_path: Path):
         parsed(f"--config {file}")
 
 
+@pytest.mark.parametrize(("text", "told"), [
+    ("generation-config: vllm\noverride-generation-config: '{}'\n", "override-generation-config: generation-config says so already"),
+    ("override-generation-config: '{}'\ngeneration-config: vllm\n", "generation-config: override-generation-config says so already"),
+    ("tp: 2\ntensor-parallel-size: 4\n", "tensor-parallel-size: tp says so already"),
+    ("tp: []\n", r"tp: got \[\], allowed: an integer"),
+])  # fmt: skip
+def test_what_a_file_says_twice_or_not_at_all_is_refused(tmp_path: Path, text: str, told: str):
+    """Nothing of it is passed over in silence, whichever comes first."""
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(HeadraceError, match=told):
+        parsed(f"--config {file}")
+
+
 def test_variables_of_vllms_are_named(monkeypatch):
     for name, value in (("VLLM_USE_V1", "1"), ("VLLM_LOGGING_LEVEL", "DEBUG"), ("VLLM_API_KEY", "secret"), ("VLLM_SERVICE_HOST", "10.0.0.1"), ("VLLM_PORT", "tcp://10.0.0.1:80")):
         monkeypatch.setenv(name, value)

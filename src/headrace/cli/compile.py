@@ -36,7 +36,7 @@ def of_server() -> set[str]:
 
     parser = CommandParser()
     serve_options.add_arguments(parser)
-    return {key_of(action) for action in parser._actions if action.option_strings} - {"models"}
+    return {key_of(action) for action in parser._actions if action.option_strings} - {"models", "config"}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -63,6 +63,12 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[st
             args.sources[action.dest] = source
             setattr(args, action.dest, _taken(parser, action, value, source))
 
+    def take_from_file(key: str, name: str, value: Any) -> None:
+        place = f"{args.config_file}: "
+        if (before := args.sources.get(actions[name].dest, "")).startswith(place):
+            raise HeadraceError(f"{place}{key}: {before.removeprefix(place)} says so already: one of both")
+        take(actions[name], place + key, value)
+
     variables = option_variables()
     for action in actions.values():
         if (name := variable_of(action)) in variables:
@@ -70,19 +76,20 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[st
     left_out: dict[str, str] = {}
     if "config_file" in args.sources:
         for key, value in _read(args.sources["config_file"], args.config_file).items():
-            source = f"{args.config_file}: {key}"
             dashed = key.replace("_", "-")
-            if dashed not in actions and dashed in actions["config"].others():  # type: ignore[attr-defined]
-                continue
             if dashed in actions and dashed != "config":
-                take(actions[dashed], source, value)
-            elif (meant := meaning(plain(dashed), value, actions)) is not None:
-                left_out |= meant.left_out
-                for name, values in meant.ours.items():
-                    take(actions[name], source, values if _is_many(actions[name]) else values[-1])
-            else:
+                take_from_file(key, dashed, value)
+                continue
+            others = actions["config"].others()  # type: ignore[attr-defined]
+            if dashed in others:
+                continue
+            if (meant := meaning(plain(dashed), value, others | actions.keys())) is None:
                 advice = instead_of(dashed, actions) or nearest(dashed, actions)
-                raise HeadraceError(f"{source}: no such option of {parser.prog}{advice}")
+                raise HeadraceError(f"{args.config_file}: {key}: no such option of {parser.prog}{advice}")
+            left_out |= meant.left_out
+            for name, values in meant.ours.items():
+                if name in actions:
+                    take_from_file(key, name, values if _is_many(actions[name]) or not values else values[-1])
     for a in parser._actions:
         if a.default is not argparse.SUPPRESS and getattr(args, a.dest) in (UNSET, None):
             setattr(args, a.dest, a.default)
