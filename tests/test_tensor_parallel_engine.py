@@ -20,6 +20,7 @@ from headrace.beam_search import BeamSearchParams
 from headrace.config import EngineConfig
 from headrace.engine.build import build_engine, choose_device
 from headrace.errors import CapacityError, EngineDeadError, ParameterError
+from headrace.tensor_parallel import ranks
 from rank_threads import run_ranks
 from server_driver import SRC, alive, command_of, processes_of, until
 
@@ -117,6 +118,27 @@ def test_an_engine_whose_rank_is_killed_says_so_and_another_goes_on(model, monke
         gone(others)
         with pytest.raises(EngineDeadError, match="rank 0 failed in a step: RuntimeError: rank 0 is broken"):
             answer(other)
+
+
+def test_of_ranks_that_end_the_one_that_was_killed_is_named(monkeypatch) -> None:
+    """Its neighbour, whose connection ends with it, may be heard of first."""
+    scripts = {1: "import time; time.sleep(60)", 2: "import sys; sys.stdin.read(); sys.exit(3)"}
+    started = []
+
+    def spawn(rank: int, *_: object) -> subprocess.Popen:
+        started.append(subprocess.Popen([sys.executable, "-c", scripts[rank]], stdin=subprocess.PIPE))
+        return started[-1]
+
+    monkeypatch.setattr(ranks, "_spawn", spawn)
+    watch = ranks._Processes(2, -1, "")
+    monkeypatch.setattr(ranks._Watched, "run", lambda *_: None)  # told below, in that order
+    watch.start()
+    started[0].kill()
+    until(lambda: started[0].poll() is not None, 10)
+    started[1].communicate()
+    watch._ended(2)
+    assert watch.death is not None and "rank 1 of tensor_parallel_size 3" in watch.death.why and watch.death.killed
+    assert f"(process {started[0].pid}) was killed by SIGKILL" in watch.death.why
 
 
 SCRIPT = """

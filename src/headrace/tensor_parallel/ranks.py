@@ -250,11 +250,14 @@ class _Processes:
             self._changed.notify_all()
 
     def _ended(self, rank: int) -> None:
-        """The system says so."""
-        process, words = self._started[rank - 1], self._words.get(rank)
-        code = process.wait()
+        """The system says so. A rank fails, too, where another was killed, and may be heard of first: that one is named."""
+        self._started[rank - 1].wait()
         if self.closing or self.death is not None:
             return
+        killed = [other for other, process in enumerate(self._started, 1) if (process.poll() or 0) < 0]
+        rank = rank if rank in killed else next(iter(killed), rank)
+        process, words = self._started[rank - 1], self._words.get(rank)
+        code = process.wait()
         how = f"was killed by {SIGNALS.get(-code, -code)}" if code < 0 else f"ended with exit code {code}"
         why = f"rank {rank} of tensor_parallel_size {1 + len(self._started)} (process {process.pid}) "
         death = Death(why + (f"ended: {words.error}" if words else how), code == -signal.SIGKILL, bool(words and words.refused))
