@@ -223,7 +223,7 @@ def test_help_tells_what_else_a_value_is_called():
 @pytest.mark.parametrize(("option", "value", "said"), [
     ("quantization", "ptpc_fp8", "one of none, fp8, .* \\(here: fp8\\)"), ("kv_cache_dtype", "fp8_e5m2", "\\(here: fp8\\)"),
     ("attention_backend", "FLASHINFER", "\\(here: auto\\)"), ("quantization", ["auto_awq"], "one of none, fp8, int8, int4, bf16, awq, .*, gguf$"),
-    ("quantization", "x", "gguf$"), ("dtype", None, "float16$"),
+    ("quantization", "x", "gguf$"), ("dtype", None, "float16$"), ("quantization", "None", "without the option; none decodes"),
 ])  # fmt: skip
 def test_what_others_call_a_value_is_told_ours_wherever_it_stands(tmp_path, monkeypatch, option: str, value, said: str):
     with pytest.raises(ParameterError, match=said):

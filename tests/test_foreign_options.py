@@ -120,6 +120,12 @@ def test_what_would_change_answers_is_refused_with_what_there_is(line: str, said
     assert end.value.code == 2 and said in capsys.readouterr().err
 
 
+def test_commands_without_an_engine_have_none_of_them(capsys):
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["list", "--trust-remote-code"])
+    assert "unknown: --trust-remote-code" in capsys.readouterr().err
+
+
 def test_what_advice_and_meanings_name_is_there():
     options = _server_options()._option_string_actions
     known = {flag[2:] for flag in options if flag.startswith("--")}

@@ -73,6 +73,14 @@ GOOD = {
 }
 
 
+def test_a_field_of_another_engine_that_is_none_asks_for_nothing():
+    assert SamplingParams(guided_decoding=None, best_of=None, max_tokens=3) == SamplingParams(max_tokens=3)
+    with pytest.raises(ParameterError, match="best_of"):
+        SamplingParams(guided_decoding=None, best_of=2)
+    with pytest.raises(TypeError):
+        SamplingParams(frobnicate=None)
+
+
 def test_spaces_between_special_tokens_are_refused_where_they_would_show():
     with pytest.raises(ParameterError, match="spaces_between_special_tokens: got True, allowed: false"):
         SamplingParams(spaces_between_special_tokens=True, skip_special_tokens=False)

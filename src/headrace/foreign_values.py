@@ -24,7 +24,7 @@ _NEAREST: Mapping[str, Mapping[str, str]] = MappingProxyType({
     "quantization": {
         **dict.fromkeys(("fp8_e5m2", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "ptpc_fp8", "w8a8_fp8"), "fp8"),
         **dict.fromkeys(("w8a8_int8", "experts_int8", "int8_per_channel_weight_only"), "int8"), "marlin": "gptq",
-        "bitsandbytes": "int4, of a checkpoint of floats",
+        "bitsandbytes": "int4, of a checkpoint of floats", "none": "without the option; none decodes a quantized file",
     },
     "load_format": {"bitsandbytes": "auto, with --quantization int4 of a checkpoint of floats"},
     "attention_backend": dict.fromkeys((
@@ -36,7 +36,7 @@ _NEAREST: Mapping[str, Mapping[str, str]] = MappingProxyType({
 
 def ours_of_value(option: str, value: str) -> str:
     """Of a value in whatever case, and of a synonym of one, the value; what is neither in small letters."""
-    value = value.lower()
+    value = value if value == "None" else value.lower()  # which is Python's: vLLM takes it for an option that is not given
     return SYNONYMS.get(option, {}).get(value, value)
 
 

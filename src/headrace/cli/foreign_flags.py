@@ -23,6 +23,7 @@ def in_ours(words: list[str], options: Mapping[str, argparse.Action]) -> tuple[l
         found.extend(f"--{ours}" + f"={one}" * (one != "") for ours, ones in meant.ours.items() for one in ones)
         left_out.update({("-" if len(name) < 4 else "--") + name: why for name, why in meant.left_out.items()})
 
+    runs = "max-model-len" in known  # an engine: other commands have nothing of vLLM's
     several = not words[:1] or words[0][:1] != "-" or any(re.match(r"--model(=|$)", word) for word in words)
     while left:
         word = left.pop(0)
@@ -37,7 +38,8 @@ def in_ours(words: list[str], options: Mapping[str, argparse.Action]) -> tuple[l
                 found[-1:] = [one for value in values for one in (flag, value)] or [flag]
             continue
         name = whole(plain(flag))
-        if not word.startswith("-") or not is_known(name) or any(flag.startswith("--") and o.startswith(flag) for o in options):
+        begins = flag.startswith("--") and any(option.startswith(flag) for option in options)
+        if begins or not runs or not word.startswith("-") or not is_known(name):
             found.append(word)
             continue
         values = [value] if equals else [] if _alone(name, left) else _values(left, None if name in _SEVERAL else 1)

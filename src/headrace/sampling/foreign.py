@@ -52,12 +52,16 @@ def advice(name: str, fields: Container[str]) -> str | None:
 
 
 class NamesOurs(msgspec.StructMeta):
-    """Makes an error about a field of another engine name ours."""
+    """Makes an error about a field of another engine name ours. One that is None asks for nothing."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         try:
             return super().__call__(*args, **fields)
         except TypeError:
+            theirs = FOREIGN.keys() - {*cls.__struct_fields__}
+            asked = {name: value for name, value in fields.items() if value is not None or name not in theirs}
+            if len(asked) < len(fields):
+                return cls(*args, **asked)
             for name, value in fields.items():
                 if (instead := advice(name, cls.__struct_fields__)) is not None:
                     raise ParameterError(name, value, f"nothing here; {instead}") from None
