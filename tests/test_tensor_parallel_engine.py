@@ -58,9 +58,9 @@ def test_two_processes_say_what_one_says(model):
 def test_three_ranks_of_smollm2_give_the_text_of_one(smollm2):
     asked = ["The capital of France is", "Once upon a time", "def fibonacci(n):"]
     texts = []
-    for ranks in (1, 3):
+    for size in (1, 3):
         with LLM(
-            smollm2, device="cpu", dtype="float32", enforce_eager=True, max_model_len=128, tensor_parallel_size=ranks
+            smollm2, device="cpu", dtype="float32", enforce_eager=True, max_model_len=128, tensor_parallel_size=size
         ) as llm:
             outputs = llm.generate(
                 asked, [SamplingParams(temperature=t, seed=1, max_tokens=16) for t in (0.0, 0.0, 0.8)], use_tqdm=False
