@@ -123,11 +123,19 @@ def test_older_words_for_structured_outputs_are_taken_for_them(path, unknown, fi
     assert asked.kind == kind and getattr(asked, kind) == value
 
 
+def test_one_that_asks_for_nothing_is_none():
+    engine = FakeEngine(supports_structured=True)
+    assert ignored(Api(engine), "/v1/chat/completions", {**CHAT, "guided_json_object": False, "guided_regex": None}) == ""
+    assert engine.params[-1].structured_outputs is None
+
+
 def test_two_of_them_are_refused():
     engine = FakeEngine(supports_structured=True)
     api = Api(engine)
     for fields in ({"guided_json": SCHEMA, "guided_regex": "a"}, {"guided_json": SCHEMA, "structured_outputs": {"regex": "a"}}):
         assert error_of(api.post("/v1/chat/completions", {**CHAT, **fields}))["param"] == "structured_outputs"
+    twice = {**CHAT, "guided_json": SCHEMA, "structured_outputs": {"json": {"type": "array"}}}
+    assert error_of(api.post("/v1/chat/completions", twice))["param"] == "guided_json"
     assert ignored(api, "/v1/chat/completions", {**CHAT, "guided_json": SCHEMA, "guided_decoding_backend": "xgrammar"}) == "guided_decoding_backend"
 
 

@@ -59,9 +59,13 @@ def in_our_words(document: Any, kind: inspect.Type) -> None:
     """In a decoded body of type `kind` that has structured_outputs, GUIDED of vLLM before 0.12 become that."""
     if not isinstance(document, dict) or all(f.encode_name != "structured_outputs" for f in getattr(kind, "fields", ())):
         return
-    given = {name.removeprefix("guided_"): document.pop(name) for name in GUIDED if name in document}
-    given = {name: value for name, value in given.items() if value is not None}
-    if given and isinstance(others := document.get("structured_outputs") or {}, dict):
+    if not isinstance(others := document.get("structured_outputs") or {}, dict):
+        return
+    kinds = {name: name.removeprefix("guided_") for name in GUIDED if name in document}
+    words = {name: kind for name, kind in kinds.items() if others.get(kind) is None}  # else it is refused by its name
+    given = {kind: document.pop(name) for name, kind in words.items()}
+    given = {kind: value for kind, value in given.items() if value is not None and value is not False}
+    if given:
         document["structured_outputs"] = {**others, **given}
 
 
