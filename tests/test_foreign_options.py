@@ -131,7 +131,7 @@ def test_what_advice_and_meanings_name_is_there():
     known = {flag[2:] for flag in options if flag.startswith("--")}
     targets = {*SAME.values(), *(ours for ours, _ in SAME_AS.values()), *(ours for parts in PARTS.values() for ours in parts.values())}
     assert targets <= known
-    theirs = {*SAME, *PARTS, *LEFT_OUT, *REFUSED, *(name for name, _ in SAME_AS)} - {"served-model-name"}  # of Python alone
+    theirs = {*SAME, *PARTS, *LEFT_OUT, *REFUSED, *(name for name, _ in SAME_AS)} - {"served-model-name", "override-generation-config"}  # of Python alone
     assert not theirs & known and not {f"-{name}" for name in theirs} & options.keys()
     assert [name for name in REFUSED if name not in SWITCHES and not instead_of(f"--{name}", known)] == []
     for words in (*LEFT_OUT.values(), *REFUSED.values()):
@@ -201,7 +201,7 @@ def test_keywords_of_vllms_llm_are_taken_named_or_refused():
     assert set(left_out) == {"swap_space", "trust_remote_code", "disable_log_stats", "task", "compilation_config", "served_model_name", "limit_mm_per_prompt"}
     for name, value, said in (
         ("pipeline_parallel_size", 2, "tensor_parallel_size splits a model"), ("hf_overrides", {"a": 1}, "change a copy"), ("download_dir", "/d", "HF_HUB_CACHE"),
-        ("generation_config", "vllm", "nothing"), ("max_model_length", 5, r"did you mean max_model_len\?"), ("tool_call_parser", "hermes", "no such option"),
+        ("generation_config", "vllm", "repetition_penalty of a request"), ("override_generation_config", {"top_k": 1}, "SamplingParams of a call"), ("max_model_length", 5, r"did you mean max_model_len\?"), ("tool_call_parser", "hermes", "no such option"),
     ):  # fmt: skip
         with pytest.raises(ParameterError, match=said) as error:
             of_python({name: value}, EngineConfig.__dataclass_fields__)

@@ -160,9 +160,10 @@ _REFUSED = {
     "in Python, LLM(skip_tokenizer_init=True)": "skip-tokenizer-init!",
     "up to 20 of a position without an option": "max-logprobs",
     "logarithms before temperature and penalties": "logprobs-mode", "roles are the template's": "response-role",
-    "--override-generation-config with all of temperature, top_p, top_k, min_p and repetition_penalty": """
+    "temperature, top_p, top_k, min_p and repetition_penalty of a request, or of --override-generation-config": """
         generation-config
     """,
+    "in Python, SamplingParams of a call": "override-generation-config",
     "--speculative-method, --speculative-model, --num-speculative-tokens": "speculative-config",
     "--kv-events": "kv-events-config", "--model": "m model-path", "--tokenizer": "tokenizer-path",
     "--served-model-name": "alias", "--max-model-len": "c ctx-size context-length", "--tensor-parallel-size": "tp-size",
