@@ -66,7 +66,7 @@ def _numbers(w, kept, kept_zeros, at, ZEROS: gl.constexpr, left: gl.constexpr):
     factor = none + _twice(scale)[:, None]
     if whole.dtype == gl.bfloat16:
         low, high = gl.inline_asm_elementwise(
-            _FOLD, "=r,=r,r,r,r,r,r", [raw, less, factor], (gl.bfloat16, gl.bfloat16), True, 2
+            _FOLD, "=&r,=r,r,r,r,r,r", [raw, less, factor], (gl.bfloat16, gl.bfloat16), True, 2
         )
     else:
         lost = (whole.to(gl.float32) - scale.to(gl.float32)).to(gl.bfloat16)
