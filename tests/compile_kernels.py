@@ -497,7 +497,7 @@ LARGE = {  # with tiles made for the shared memory of sm_90
     "roles head 256 window softcap": roles(8, 4, 256, window=4096, softcap=50.0),
     **{f"gate and up of {n} groups": partial(gated_product, n) for n in (2, 3)},
     "decode of 8 rows in rings": decode(8, decode_tiles.default_table),
-    **{f"decode of {n} rows in clusters": decode(n, lambda config: load_tiles(config, "NVIDIA H200")) for n in (1, 2, 4, 8, 16, 32)},
+    **{f"decode of {n} rows in clusters": decode(n, lambda config: load_tiles(config, "NVIDIA H200")) for n in (2, 4, 8, 16, 32)},
     "decode of 32 rows of Gemma-2 in rings": decode(32, decode_tiles.default_table, "gemma2_2b"),
     "decode of 64 rows of Gemma-2 in rings": decode(64, decode_tiles.default_table, "gemma2_2b"),
     "decode of 64 rows in rings": decode(64, lambda config: gpu_decode.forced(config, "ring")),
