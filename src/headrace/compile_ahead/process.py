@@ -84,12 +84,9 @@ def main(parent: int) -> int:
             try:
                 compile_all(work, Path(home), partial(say, said))
             except (OSError, subprocess.CalledProcessError) as error:
-                if full := why_full(Path(home).parent):
-                    say(said, News(full=full))
-                elif isinstance(error, OSError) and error.errno in UNKEPT:
-                    say(said, News(unkept=why_unkept(error)))
-                else:
+                if not (why := no_room(error, Path(home).parent)):
                     raise
+                say(said, News(**why))
             except HeadraceError as error:  # of the model
                 print(f"headrace: {error}", file=sys.stderr)
                 return 1
@@ -100,6 +97,13 @@ def end(*_: Any) -> None:
     """Clean up; a second signal, as whoever ends a whole group sends, does not disturb that."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(1)
+
+
+def no_room(error: Exception, directory: Path) -> dict[str, Any]:
+    """`full` or `unkept` of the news where that is why something failed; `directory`: of temporary files."""
+    if full := why_full(directory):
+        return {"full": full}
+    return {"unkept": why_unkept(error)} if isinstance(error, OSError) and error.errno in UNKEPT else {}
 
 
 def why_unkept(error: OSError) -> str:
@@ -141,10 +145,7 @@ def compile_all(work: Work, home: Path, tell: Any) -> None:
             if kernel.metadata.shared > work.card.shared_memory:
                 found["refused"] = f"{kernel.metadata.shared} bytes of shared memory, this card has {work.card.shared_memory}"
         except Exception as error:
-            if full := why_full(home.parent):
-                found["full"] = full
-            elif isinstance(error, OSError) and error.errno in UNKEPT:
-                found["unkept"] = why_unkept(error)
+            found |= no_room(error, home.parent)
             found["refused"] = f"{type(error).__name__}: {error}"[:500]
             raise
         finally:
