@@ -540,20 +540,27 @@ def test_a_cache_that_takes_nothing_ends_the_start(spoil, begun, tmp_path, capfd
     assert "Traceback" not in capfd.readouterr().err
 
 
-FULL = """
+FAILING = """
 import errno, sys
 from headrace.compile_ahead import process
+from headrace.errors import CheckpointError
 
-def full(*_):
-    raise OSError(errno.ENOSPC, "No space left on device", "kernel.cubin")
+def fail(*_):
+    raise {error}
 
-process.compile_all = full
+process.compile_all = fail
 sys.exit(process.main(int(sys.argv[1])))
 """
 
 
+def let_compile_all_raise(error: str, monkeypatch) -> None:
+    """In the process that is begun."""
+    script = FAILING.format(error=error)
+    monkeypatch.setattr(ahead, "python_of_child", lambda *words: [sys.executable, "-c", script, str(words[-1])])
+
+
 def test_a_cache_that_fills_up_ends_the_start(begun, monkeypatch) -> None:
-    monkeypatch.setattr(ahead, "python_of_child", lambda *words: [sys.executable, "-c", FULL, str(words[-1])])
+    let_compile_all_raise('OSError(errno.ENOSPC, "No space left on device", "kernel.cubin")', monkeypatch)
     with begun[0]() as compilation, pytest.raises(CapacityError, match=r"cannot be kept in .*triton \(No space left on device: kernel.cubin\)"):
         compilation.wait(lambda done, total: None)
 
@@ -569,21 +576,8 @@ def test_of_narrow_weights_the_file_is_needed(tmp_path, monkeypatch) -> None:
         args.run(args)
 
 
-WRONG = """
-import sys
-from headrace.compile_ahead import process
-from headrace.errors import CheckpointError
-
-def wrong(*_):
-    raise CheckpointError("a tensor is missing")
-
-process.compile_all = wrong
-sys.exit(process.main(int(sys.argv[1])))
-"""
-
-
 def test_what_is_wrong_with_a_model_is_said_without_a_traceback(begun, monkeypatch, capfd) -> None:
-    monkeypatch.setattr(ahead, "python_of_child", lambda *words: [sys.executable, "-c", WRONG, str(words[-1])])
+    let_compile_all_raise('CheckpointError("a tensor is missing")', monkeypatch)
     with begun[0]() as compilation:
         assert not compilation.wait(lambda done, total: None).ended
     said = capfd.readouterr().err
