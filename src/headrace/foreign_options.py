@@ -204,20 +204,21 @@ def whole(name: str) -> str:
 
 
 def is_known(name: str) -> bool:
-    return bool(_words(LEFT_OUT, name)) or name in _KNOWN or name.removeprefix("no-") in SWITCHES
+    return bool(_why_left_out(name)) or name in _KNOWN or name.removeprefix("no-") in SWITCHES
 
 
-def _words(table: Mapping[str, str], name: str) -> str:
-    """Those of the longest name with a * that fits, where there are none of the name itself."""
+def _why_left_out(name: str) -> str:
+    """That of the longest name with a * that fits, where there is none of the name itself."""
     parts = name.split("-")
-    return table.get(name) or next(filter(None, (table.get("-".join(parts[:n]) + "-*") for n in range(len(parts), 0, -1))), "")
+    beginnings = ("-".join(parts[:n]) + "-*" for n in range(len(parts), 0, -1))
+    return next((LEFT_OUT[one] for one in (name, *beginnings) if one in LEFT_OUT), "")
 
 
 def meaning(name: str, value: Any, known: Container[str]) -> Meaning | None:
     """Of an option of vLLM's (as `plain` has it) where there are the options `known`; None: it has none here. `value`: a
     switch's may be any that is not false."""
     if name.startswith("no-") and name[3:] in SWITCHES:
-        return Meaning({}, {name: words} if (words := _words(LEFT_OUT, name[3:])) else {})
+        return Meaning({}, {name: words} if (words := _why_left_out(name[3:])) else {})
     if name in SWITCHES:
         if str(value).lower() in _OFF:
             return Meaning({}, {})
@@ -230,7 +231,7 @@ def meaning(name: str, value: Any, known: Container[str]) -> Meaning | None:
         return Meaning({SAME[name]: _each(value)}, {})
     if str(value) in AS_HERE.get(name, ()):
         return Meaning({}, {})
-    words = _words(LEFT_OUT, name)
+    words = _why_left_out(name)
     return Meaning({}, {name: words}) if words else None
 
 
