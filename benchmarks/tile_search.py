@@ -37,10 +37,10 @@ from headrace.fast_decode.tiles import (
     wide_tile,
 )
 from headrace.fast_decode.wide_gemm import WideTile
-from headrace.fast_decode.widened_tile import RUN, WidenedTile, row_block
+from headrace.fast_decode.widened_tile import WidenedTile, factors_bytes, row_block, run_bytes
 from headrace.kernels.attention_decode import SplitTile
 from headrace.kernels.launch import next_power_of_2
-from headrace.kernels.narrow import packed
+from headrace.kernels.narrow import RUN, packed
 from headrace.model.config import ModelConfig
 from headrace.model.weight import Kind
 
@@ -116,8 +116,8 @@ def widened_candidates(shape: Shape, rows: int, kind: Kind) -> list[Tile]:
         if programs < 0.5 * FILL or (splits > 1 and (not shape.splittable or programs > 6 * FILL)):
             continue
         rows_of = block_n * (2 if shape.gated else 1)
-        step = runs * ((RUN if kind == "int8" else RUN // 2) * rows_of + 2 * RUN * row_block(rows))
-        kept = 0 if kind == "int8" else 3 * rows_of * max(32, next_power_of_2(shape.width // RUN // splits))
+        step = runs * run_bytes(kind, rows_of, row_block(rows))
+        kept = factors_bytes(kind, rows_of, shape.width // RUN // splits)
         room = {(LARGE_BYTES // beside - 1024 - kept) // step for beside in (1, 2, 3, 4)}
         found += [WidenedTile(block_n, splits, min(n, 8), warps, runs) for n in sorted(room) if n > 1]
     return list(dict.fromkeys(found))

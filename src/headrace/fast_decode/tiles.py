@@ -21,10 +21,10 @@ from headrace.fast_decode.skinny_gemm import MAX_ROWS as GEMM_MAX_ROWS
 from headrace.fast_decode.skinny_gemm import GemmTile, row_block
 from headrace.fast_decode.warp_gemm import WarpTile
 from headrace.fast_decode.wide_gemm import WideTile
-from headrace.fast_decode.widened_tile import RUN, WidenedTile
+from headrace.fast_decode.widened_tile import WidenedTile, factors_bytes, run_bytes
 from headrace.kernels.attention_decode import SplitTile
 from headrace.kernels.launch import next_power_of_2
-from headrace.kernels.narrow import packed
+from headrace.kernels.narrow import RUN, packed
 from headrace.kernels.warp_products import RUN_BYTES
 from headrace.model.config import ModelConfig
 from headrace.model.decoder_weights import MATRICES
@@ -396,8 +396,7 @@ def widened_tile(shape: Shape, rows: int, kind: Kind) -> WidenedTile | None:
     while splits < most and shape.columns // 64 * splits < 1.4 * FILL and shape.width % (RUN * 2 * splits) == 0:
         splits *= 2
     held = 64 * (2 if shape.gated else 1)
-    step = (RUN if kind == "int8" else RUN // 2) * held + 2 * RUN * row_block(rows)
-    factors = 0 if kind == "int8" else 3 * held * max(32, next_power_of_2(shape.width // RUN // splits))
+    step, factors = run_bytes(kind, held, row_block(rows)), factors_bytes(kind, held, shape.width // RUN // splits)
     beside = min(3, -(-shape.columns // 64 * splits // MULTIPROCESSORS))
     return WidenedTile(64, splits, max(2, min(8, (LARGE_BYTES // beside - 1024 - factors) // step)))
 

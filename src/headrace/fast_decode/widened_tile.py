@@ -8,12 +8,12 @@ from torch import Tensor
 
 from headrace.fast_decode.ring_tile import runs
 from headrace.fast_decode.skinny_gemm import AllRows, GemmTile
-from headrace.kernels.folded_tile import SHARED_BYTES, factor_bytes
+from headrace.kernels.folded_tile import SHARED_BYTES, factor_bytes, groups_held
 from headrace.kernels.launch import next_power_of_2
-from headrace.model.weight import Weight
+from headrace.kernels.narrow import RUN
+from headrace.model.weight import Kind, Weight
 
 MAX_ROWS = 64
-RUN = 128  # columns of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,18 @@ def takes(weight: Weight, x: Tensor, tile: WidenedTile, columns: int) -> bool:
 def shared_bytes(weight: Weight, rows: int, tile: WidenedTile, columns: int) -> int:
     """Of a program's rings, and of the scales and zeros of its part of K."""
     held, groups = tile.block_n * weight.shape[0] // columns, weight.shape[1] // RUN // tile.splits
-    by_row = weight.kind == "int8"
-    step = tile.runs * ((RUN if by_row else RUN // 2) * held + 2 * RUN * row_block(rows))
-    factors = 0 if by_row else factor_bytes(weight) * held * max(32, next_power_of_2(groups))
-    return min(tile.stages, groups // tile.runs) * step + factors
+    step = tile.runs * run_bytes(weight.kind, held, row_block(rows))
+    return min(tile.stages, groups // tile.runs) * step + factors_bytes(weight.kind, held, groups, factor_bytes(weight))
+
+
+def run_bytes(kind: Kind, held: int, block_m: int) -> int:
+    """Of both operands, of so many rows of the weights and of x."""
+    return (RUN if kind == "int8" else RUN // 2) * held + 2 * RUN * block_m
+
+
+def factors_bytes(kind: Kind, held: int, groups: int, each: int = 3) -> int:
+    """Of the scales and zeros of so many rows of the weights, `each` of a group; of 8 bits none are held."""
+    return 0 if kind == "int8" else each * held * groups_held(groups)
 
 
 def suits(weight: Weight) -> bool:

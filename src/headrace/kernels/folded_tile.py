@@ -40,10 +40,20 @@ def factor_bytes(weight: NarrowMatrix) -> int:
     return sum(t.itemsize for t in (weight.scales, weight.zeros) if t is not None)
 
 
+def groups_held(groups: int) -> int:
+    """Of so many of a row, whose scales lie in shared memory, with those that fill up."""
+    return max(32, next_power_of_2(groups))
+
+
 def has_room(weight: NarrowMatrix) -> bool:
     """Whether the largest tile that `default_tile` has, of all of a row, fits with its shortest ring."""
-    factors = factor_bytes(weight) * 128 * max(32, next_power_of_2(weight.shape[1] // RUN))
-    return factors + 2 * (RUN // 2 * 128 + 2 * RUN * BLOCK_M) <= SHARED_BYTES
+    factors = factor_bytes(weight) * 128 * groups_held(weight.shape[1] // RUN)
+    return factors + 2 * _step_bytes(BLOCK_M, 128) <= SHARED_BYTES
+
+
+def _step_bytes(block_m: int, block_n: int) -> int:
+    """Of a run of both operands."""
+    return RUN // 2 * block_n + 2 * RUN * block_m
 
 
 def default_tile(rows: int, columns: int, width: int) -> FoldedTile:
@@ -66,7 +76,6 @@ def default_tile(rows: int, columns: int, width: int) -> FoldedTile:
         splits = split(tiles, 2 * PROGRAMS, 24)
         if tiles * splits <= PROGRAMS // 2:
             splits = split(tiles, PROGRAMS, 16, splits)
-    step = RUN // 2 * block_n + 2 * RUN * block_m
-    factors = 3 * block_n * max(32, next_power_of_2(runs // splits))
+    factors = 3 * block_n * groups_held(runs // splits)
     room = SHARED_BYTES // (2 if tiles * splits > PROGRAMS else 1) - 1024 - factors
-    return FoldedTile(block_m, block_n, splits, max(2, min(6, room // step)))
+    return FoldedTile(block_m, block_n, splits, max(2, min(6, room // _step_bytes(block_m, block_n))))
