@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.fast_decode import digit_gemm, digit_tile, products, ring_gemm, tiles
+from headrace.fast_decode import digit_gemm, digit_tile, products, ring_ends, tiles
 from headrace.fast_decode.digit_tile import DigitTile
 from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference
 from headrace.fast_decode.gemv import GemvTile
@@ -26,7 +26,7 @@ def without_a_card(monkeypatch) -> None:
         monkeypatch.setattr(products, "_runs", lambda x, sizes: True)
         from gluon_interpreter import Interpreted
 
-        beside = gluon_rings.__file__, ring_gemm.__file__
+        beside = gluon_rings.__file__, ring_ends.__file__
         monkeypatch.setattr(digit_gemm, "_digit_kernel", Interpreted(digit_gemm.__file__, "_digit_kernel", *beside))
         monkeypatch.setattr(products, "pdl", lambda x: {"PDL": True})
 

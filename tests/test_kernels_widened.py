@@ -10,15 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headrace.fast_decode import products, ring_gemm, tiles, widened_gemm, widened_tile
+from headrace.fast_decode import products, ring_ends, tiles, widened_gemm, widened_tile
 from headrace.fast_decode.adapters import adapted_glu
 from headrace.fast_decode.epilogues import glu_reference, project_reference, residual_reference
-from headrace.fast_decode.widened_tile import RUN, WidenedTile
+from headrace.fast_decode.widened_tile import WidenedTile
 from headrace.kernels import folded_gemm, folded_tile, gluon_rings
 from headrace.kernels.activation import act_mul
 from headrace.kernels.folded_product import FoldedProduct
 from headrace.kernels.folded_tile import FORMS, MOST_ROWS, PROGRAMS, FoldedTile, default_tile
 from headrace.kernels.launch import next_power_of_2, pdl
+from headrace.kernels.narrow import RUN
 from headrace.kernels.split import SplitSpace
 from headrace.model.weight import Weight, dequantized
 from narrow_cases import narrow
@@ -34,12 +35,13 @@ def without_a_card(monkeypatch) -> None:
     if DEVICE == "cpu":
         from gluon_interpreter import Interpreted
 
-        beside = gluon_rings.__file__, ring_gemm.__file__
+        beside = gluon_rings.__file__, ring_ends.__file__
         monkeypatch.setattr(widened_tile, "runs", lambda x: True)
         monkeypatch.setattr(products, "_runs", lambda x, sizes: True)
         monkeypatch.setattr(products, "pdl", lambda x: {"PDL": True})
         monkeypatch.setattr(folded_gemm, "pdl", lambda x: {"PDL": True})
-        monkeypatch.setattr(widened_gemm, "_widened_kernel", Interpreted(widened_gemm.__file__, "_widened_kernel", *beside))
+        interpreted = Interpreted(widened_gemm.__file__, "_widened_kernel", *beside, folded_gemm.__file__)
+        monkeypatch.setattr(widened_gemm, "_widened_kernel", interpreted)
         monkeypatch.setattr(folded_gemm, "_folded_gemm", Interpreted(folded_gemm.__file__, "_folded_gemm", beside[0]))
 
 

@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.fast_decode.digit_tile import IN_PHASE, WARPS, DigitTile
 from headrace.fast_decode.epilogues import Plan, sumsq_block
-from headrace.fast_decode.ring_gemm import column_parameters
+from headrace.fast_decode.ring_ends import column_parameters
 from headrace.kernels.activation import activate, soft_cap
 from headrace.kernels.gluon_launch import grid_dependency
 from headrace.kernels.gluon_rings import ring_barriers

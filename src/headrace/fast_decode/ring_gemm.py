@@ -15,8 +15,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from headrace.fast_decode.epilogues import Plan, split_width, sumsq_block
+from headrace.fast_decode.ring_ends import column_parameters, norm_factors, store_joined, store_projected
 from headrace.fast_decode.ring_tile import RingTile, row_block
-from headrace.kernels.activation import activate, soft_cap
+from headrace.kernels.activation import activate
 from headrace.kernels.cluster import (
     await_begun,
     await_joined,
@@ -31,37 +32,11 @@ from headrace.kernels.cluster import (
     tiles_of,
 )
 from headrace.kernels.gluon_launch import grid_dependency
-from headrace.kernels.gluon_rings import leave_part, ring_barriers, sum_parts
+from headrace.kernels.gluon_rings import ask, leave_part, ring_barriers, sum_parts
 from headrace.model.weight import Weight
 
 WAITS_FROM = 64  # rows of a tile: its last split waits for the others and keeps its own sums; of fewer the one that comes last
 CLUSTER_ROWS = 32  # of a tile, whose splits may be a cluster
-
-
-@gluon.jit
-def ask(w_tiles, w_ring, full, i, n0, N, k, STAGES: gl.constexpr, PARTS: gl.constexpr, BYTES: gl.constexpr):
-    """The weights of step i into the ring; its barrier waits for the rows' part too."""
-    stage = i % STAGES
-    mbarrier.expect(full.index(stage), BYTES)
-    for part in gl.static_range(PARTS):
-        tma.async_copy_global_to_shared(w_tiles, [n0 + part * N, k], full.index(stage), w_ring.index(stage * PARTS + part))
-
-
-@gluon.jit
-def column_parameters(
-    norm_ptr, bias_ptr, rn, ok, norm_offset, split, of_columns: gl.constexpr, BLOCK_N: gl.constexpr, MODE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, SPLITS: gl.constexpr,
-):  # fmt: skip
-    """As that of epilogues.py; `ok`: which of the columns there are."""
-    norm = gl.full([BLOCK_N], 0.0, gl.float32, of_columns)
-    if MODE == "residual":
-        norm = gl.load(norm_ptr + rn, mask=ok, other=0.0).to(gl.float32) + norm_offset
-    bias = gl.full([BLOCK_N], 0.0, gl.float32, of_columns)
-    if HAS_BIAS:
-        bias = gl.load(bias_ptr + rn, mask=ok, other=0.0).to(gl.float32)
-        if MODE == "project" and SPLITS > 1:
-            bias = gl.where(split == 0, bias, 0.0)
-    return norm, bias
 
 
 @gluon.jit
@@ -193,8 +168,7 @@ def _ring_kernel(
             acc = warpgroup_mma_wait(0, deps=[acc])
     y = gl.convert_layout(acc, flat)
     if SUMSQ_BLOCK > 0:
-        factor = gl.rsqrt(gl.sum(sumsq, 1) / K + eps)
-        factor = gl.convert_layout(factor, gl.SliceLayout(0, flat))
+        factor = norm_factors(sumsq, K, eps, flat)
         y = y * factor[None, :]
     if MODE == "glu":
         up = gl.convert_layout(up_acc, flat)
@@ -202,10 +176,7 @@ def _ring_kernel(
             up = up * factor[None, :]
         gl.store(out_ptr + place, (activate(y, ACTIVATION) * up).to(out_ptr.dtype.element_ty), mask=ok)
     elif MODE == "project":
-        y = (y + bias[:, None]) * scale
-        if HAS_SOFTCAP:
-            y = soft_cap(y, softcap)
-        gl.store(out_ptr + split * M * N + place, y.to(out_ptr.dtype.element_ty), mask=ok)
+        store_projected(y, bias, scale, softcap, out_ptr, place, ok, split, M, N, HAS_SOFTCAP)
     else:
         SIZE: gl.constexpr = BLOCK_N * BLOCK_M
         slab = partials_ptr + tile * (SPLITS * SIZE) + rm[None, :] * BLOCK_N + (rn - n0)[:, None]
@@ -219,10 +190,9 @@ def _ring_kernel(
         if last:
             if CTAS == 1 and not WAITS:
                 y = sum_parts(y, slab, tickets_ptr + tile, SIZE, SPLITS)
-            r = before + scale * (y + bias[:, None])
-            gl.store(residual_ptr + place, r, mask=ok)
-            gl.store(out_ptr + place, (r * norm[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
-            gl.store(sumsq_out_ptr + rm * sumsq_out_tiles + tile, gl.sum(r * r, 0), mask=rm < M)
+            store_joined(
+                y, before, bias, norm, scale, residual_ptr, out_ptr, sumsq_out_ptr, sumsq_out_tiles, tile, place, ok, rm, M
+            )  # fmt: skip
         if CTAS > 1:
             joined._keep_alive()  # nothing else lies in its place until here
 

@@ -16,12 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.fast_decode.epilogues import Plan, sumsq_block
-from headrace.fast_decode.ring_gemm import ask, column_parameters
+from headrace.fast_decode.ring_ends import column_parameters, norm_factors, store_projected
 from headrace.fast_decode.ring_tile import row_block
 from headrace.fast_decode.rounded_tile import RoundedTile
 from headrace.kernels.activation import activate
 from headrace.kernels.gluon_launch import grid_dependency
-from headrace.kernels.gluon_rings import leave_part, ring_barriers, sum_parts
+from headrace.kernels.gluon_rings import ask, leave_part, ring_barriers, sum_parts
 from headrace.kernels.launch import next_power_of_2
 from headrace.kernels.rounded import put
 from headrace.model.weight import Weight
@@ -122,8 +122,7 @@ def _rounded_kernel(
         acc, up_acc = acc + acc_2 * 0.0625, up_acc + up_acc_2 * 0.0625
     y = gl.convert_layout(acc * size[None, :], flat) * s[:, None]
     if SUMSQ_BLOCK > 0:
-        factor = gl.rsqrt(gl.sum(sumsq, 1) / K + eps)
-        factor = gl.convert_layout(factor, gl.SliceLayout(0, flat))
+        factor = norm_factors(sumsq, K, eps, flat)
         y = y * factor[None, :]
     out_sizes = rm
     OUT: gl.constexpr = out_ptr.dtype.element_ty
@@ -135,8 +134,7 @@ def _rounded_kernel(
             up = up * factor[None, :]
         put(out_ptr + place, activate(y, ACTIVATION) * up, ok, out_sizes, rm < M, M * N, 0, PAIR)
     elif MODE == "project":
-        y = (y + bias[:, None]) * scale
-        gl.store(out_ptr + split * M * N + place, y.to(out_ptr.dtype.element_ty), mask=ok)
+        store_projected(y, bias, scale, softcap, out_ptr, place, ok, split, M, N, HAS_SOFTCAP)
     else:
         SIZE: gl.constexpr = BLOCK_N * BLOCK_M
         slab = partials_ptr + tile * (SPLITS * SIZE) + rm[None, :] * BLOCK_N + (rn - n0)[:, None]

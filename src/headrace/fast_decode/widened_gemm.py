@@ -17,13 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from headrace.fast_decode.epilogues import Plan, sumsq_block
-from headrace.fast_decode.ring_gemm import column_parameters
-from headrace.fast_decode.widened_tile import RUN, WidenedTile, row_block
-from headrace.kernels.activation import activate, soft_cap
+from headrace.fast_decode.ring_ends import column_parameters, norm_factors, store_joined, store_projected
+from headrace.fast_decode.widened_tile import WidenedTile, row_block
+from headrace.kernels.activation import activate
+from headrace.kernels.folded_gemm import less_zeros
+from headrace.kernels.folded_tile import groups_held
 from headrace.kernels.gluon_launch import grid_dependency
-from headrace.kernels.gluon_rings import leave_part, ring_barriers, sum_parts
-from headrace.kernels.launch import next_power_of_2
-from headrace.kernels.narrow import INT4_2, INT8_2, LESS_128, LESS_136
+from headrace.kernels.gluon_rings import ask, ask_rows, leave_part, ring_barriers, sum_parts
+from headrace.kernels.narrow import INT4_2, INT8_2, RUN
 from headrace.model.weight import Weight
 
 
@@ -33,21 +34,14 @@ def _ask_weights(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Those of step i into the ring; its barrier waits for the rows, too. Gate and up rows are two tiles, or halves of one."""
-    stage = i % STAGES
-    mbarrier.expect(full.index(stage), BYTES)
-    for j in gl.static_range(2 if GLU else 1):
-        if PARTS == 1 and GLU:
-            place = w_ring.index(stage).slice(j * BLOCK_N, BLOCK_N, 0)
-        else:
-            place = w_ring.index(stage * PARTS + j)
-        tma.async_copy_global_to_shared(w_tiles, [n0 + j * N, at], full.index(stage), place)
-
-
-@gluon.jit
-def _ask_rows(x_tiles, x_ring, full, i, k, HALVES: gl.constexpr, STAGES: gl.constexpr):
-    for half in gl.static_range(HALVES):
-        place = x_ring.index(i % STAGES * HALVES + half)
-        tma.async_copy_global_to_shared(x_tiles, [0, k + half * 64], full.index(i % STAGES), place)
+    if PARTS == 1 and GLU:
+        stage = i % STAGES
+        mbarrier.expect(full.index(stage), BYTES)
+        for j in gl.static_range(2):
+            half = w_ring.index(stage).slice(j * BLOCK_N, BLOCK_N, 0)
+            tma.async_copy_global_to_shared(w_tiles, [n0 + j * N, at], full.index(stage), half)
+    else:
+        ask(w_tiles, w_ring, full, i, n0, N, at, STAGES, PARTS, BYTES)
 
 
 @gluon.jit
@@ -58,14 +52,27 @@ def _widened(w, kept_zeros, run, r: gl.constexpr, KIND: gl.constexpr, ZEROS: gl.
         high = gl.inline_asm_elementwise(INT8_2, "=r,r", [w.slice(64, 64, 1).load(left)], gl.bfloat16, True, 2)
     else:
         raw = w.slice(64 * r, 64, 1).load(left)
-        less = gl.full(raw.shape, LESS_136, gl.int32, left)
-        if ZEROS:  # a zero joins 128, of which it is the end of the fraction
-            zero = kept_zeros.index(run).load(gl.SliceLayout(1, left)).to(gl.int32) * 0x10001 | LESS_128
-            less = gl.full(raw.shape, 0, gl.int32, left) + zero[:, None]
+        less = less_zeros(gl.full(raw.shape, 0, gl.int32, left), kept_zeros, run, ZEROS, left)
         low, high = gl.inline_asm_elementwise(
             INT4_2, "=r,=r,r,r,r,r,r", [raw, less, less], (gl.bfloat16, gl.bfloat16), True, 2
         )
     return low, high
+
+
+@gluon.jit
+def _begin(acc, numbers, low_x, high_x, KIND: gl.constexpr):
+    """A run's products, which join the sums of 8 bits, and begin those of a group of 4."""
+    acc = warpgroup_mma(numbers[0], low_x, acc, use_acc=KIND == "int8", is_async=True)
+    return warpgroup_mma(numbers[1], high_x, acc, is_async=True)
+
+
+@gluon.jit
+def _ended(acc, new, numbers, kept, run, KIND: gl.constexpr, sums: gl.constexpr):
+    """The sums with a run's products, which are waited for."""
+    new, _low, _high = warpgroup_mma_wait(0, deps=[new, numbers[0], numbers[1]])
+    if KIND == "int4":
+        new = acc + new * kept.index(run).load(gl.SliceLayout(1, sums)).to(gl.float32)[:, None]
+    return new
 
 
 @gluon.jit(do_not_specialize=["M", "sumsq_tiles", "sumsq_out_tiles"])
@@ -131,7 +138,7 @@ def _widened_kernel(
     if PDL:
         grid_dependency("wait", WARPS)
     for i in range(0, min(STEPS, STAGES)):
-        _ask_rows(x_tiles, x_ring, full, i, (first + i * RUNS) * 128, HALVES, STAGES)
+        ask_rows(x_tiles, x_ring, full, i, 0, (first + i * RUNS) * 128, HALVES, STAGES)
     # what the epilogue reads is asked for now: behind the sums its latency would show
     if SUMSQ_BLOCK > 0:
         of_x = gl.minimum(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, squares)), M - 1)
@@ -151,33 +158,21 @@ def _widened_kernel(
             of_run = (i * RUNS + r) * PARTS
             low_x = x_ring.index(stage * HALVES + 2 * r).permute((1, 0))
             high_x = x_ring.index(stage * HALVES + 2 * r + 1).permute((1, 0))
-            low, high = _widened(w_ring.index(stage * PARTS), kept_zeros, of_run, r, KIND, ZEROS, left)
+            numbers = _widened(w_ring.index(stage * PARTS), kept_zeros, of_run, r, KIND, ZEROS, left)
+            new = _begin(acc if KIND == "int8" else zeros, numbers, low_x, high_x, KIND)
             if KIND == "int8":
-                acc = warpgroup_mma(low, low_x, acc, is_async=True)
-                acc = warpgroup_mma(high, high_x, acc, is_async=True)
-                acc, low, high = warpgroup_mma_wait(0, deps=[acc, low, high])
-            else:
-                new = warpgroup_mma(low, low_x, zeros, use_acc=False, is_async=True)
-                new = warpgroup_mma(high, high_x, new, is_async=True)
+                acc = _ended(acc, new, numbers, kept, of_run, KIND, sums)
             if PARTS == 2:
-                up_low, up_high = _widened(w_ring.index(stage * PARTS + 1), kept_zeros, of_run + 1, r, KIND, ZEROS, left)
-                if KIND == "int8":
-                    up_acc = warpgroup_mma(up_low, low_x, up_acc, is_async=True)
-                    up_acc = warpgroup_mma(up_high, high_x, up_acc, is_async=True)
-                    up_acc, up_low, up_high = warpgroup_mma_wait(0, deps=[up_acc, up_low, up_high])
-                else:
-                    up_new = warpgroup_mma(up_low, low_x, zeros, use_acc=False, is_async=True)
-                    up_new = warpgroup_mma(up_high, high_x, up_new, is_async=True)
-                    up_new, up_low, up_high = warpgroup_mma_wait(0, deps=[up_new, up_low, up_high])
-                    up_acc = up_acc + up_new * kept.index(of_run + 1).load(gl.SliceLayout(1, sums)).to(gl.float32)[:, None]
-            if KIND == "int4":
-                new, low, high = warpgroup_mma_wait(0, deps=[new, low, high])
-                acc = acc + new * kept.index(of_run).load(gl.SliceLayout(1, sums)).to(gl.float32)[:, None]
+                up_numbers = _widened(w_ring.index(stage * PARTS + 1), kept_zeros, of_run + 1, r, KIND, ZEROS, left)
+                up_new = _begin(up_acc if KIND == "int8" else zeros, up_numbers, low_x, high_x, KIND)
+                up_acc = _ended(up_acc, up_new, up_numbers, kept, of_run + 1, KIND, sums)
+            if KIND == "int4":  # only now: gate's products run while up's numbers are widened
+                acc = _ended(acc, new, numbers, kept, of_run, KIND, sums)
         if i + STAGES < STEPS:
             gl.thread_barrier()  # all warps have read the place
             later = first + (i + STAGES) * RUNS
             _ask_weights(w_tiles, w_ring, full, i, n0, N, later * IN_RUN, BYTES, BLOCK_N, PARTS, GLU, STAGES)
-            _ask_rows(x_tiles, x_ring, full, i, later * 128, HALVES, STAGES)
+            ask_rows(x_tiles, x_ring, full, i, 0, later * 128, HALVES, STAGES)
     if GLU:
         if PARTS == 1:
             both = gl.permute(gl.reshape(acc, [2, BLOCK_N, BLOCK_M]), (1, 2, 0))
@@ -189,28 +184,23 @@ def _widened_kernel(
         if GLU:
             up = up * gl.load(scales_ptr + N + rn).to(gl.float32)[:, None]
     if SUMSQ_BLOCK > 0:
-        factor = gl.rsqrt(gl.sum(sumsq, 1) / K + eps)
-        factor = gl.convert_layout(factor, gl.SliceLayout(0, flat))
+        factor = norm_factors(sumsq, K, eps, flat)
         y = y * factor[None, :]
         if GLU:
             up = up * factor[None, :]
     if GLU:
         gl.store(out_ptr + place, (activate(y, ACTIVATION) * up).to(out_ptr.dtype.element_ty), mask=ok)
     elif MODE == "project":
-        y = (y + bias[:, None]) * scale
-        if HAS_SOFTCAP:
-            y = soft_cap(y, softcap)
-        gl.store(out_ptr + split * M * N + place, y.to(out_ptr.dtype.element_ty), mask=ok)
+        store_projected(y, bias, scale, softcap, out_ptr, place, ok, split, M, N, HAS_SOFTCAP)
     else:
         SIZE: gl.constexpr = BLOCK_N * BLOCK_M
         slab = partials_ptr + tile * (SPLITS * SIZE) + rm[None, :] * BLOCK_N + (rn - n0)[:, None]
         if leave_part(y, slab, split, tickets_ptr + tile, SIZE, SPLITS):
             before = gl.load(residual_ptr + place, mask=ok, other=0.0)
             y = sum_parts(y, slab, tickets_ptr + tile, SIZE, SPLITS)
-            r = before + scale * (y + bias[:, None])
-            gl.store(residual_ptr + place, r, mask=ok)
-            gl.store(out_ptr + place, (r * norm[:, None]).to(out_ptr.dtype.element_ty), mask=ok)
-            gl.store(sumsq_out_ptr + rm * sumsq_out_tiles + tile, gl.sum(r * r, 0), mask=rm < M)
+            store_joined(
+                y, before, bias, norm, scale, residual_ptr, out_ptr, sumsq_out_ptr, sumsq_out_tiles, tile, place, ok, rm, M
+            )  # fmt: skip
 
 
 def plan(tile: WidenedTile, x: Tensor, weight: Weight, columns: int, sumsq: Tensor | None) -> Plan:
@@ -223,7 +213,7 @@ def plan(tile: WidenedTile, x: Tensor, weight: Weight, columns: int, sumsq: Tens
         "x_tiles": TensorDescriptor.from_tensor(x, x_box, gl.NVMMASharedLayout.get_default_for(x_box, gl.bfloat16)),
         "w_tiles": TensorDescriptor.from_tensor(weight.data.view(torch.uint8), w_box, layout), "KIND": weight.kind,
         "scales_ptr": weight.scales, "zeros_ptr": weight.zeros, "ZEROS": weight.zeros is not None, "RUNS": tile.runs,
-        "STEPS": steps, "GROUPS_BLOCK": max(32, next_power_of_2(groups)), "BLOCK_M": block_m,
+        "STEPS": steps, "GROUPS_BLOCK": groups_held(groups), "BLOCK_M": block_m,
         "STAGES": min(tile.stages, steps), "WARPS": tile.num_warps, "SUMSQ_BLOCK": sumsq_block(sumsq, 64),
     }  # fmt: skip
     return Plan(_widened_kernel, (columns // block_n, tile.splits), own)

@@ -15,30 +15,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from headrace.kernels.folded_tile import FoldedTile
+from headrace.kernels.folded_tile import FoldedTile, groups_held
 from headrace.kernels.gluon_launch import grid_dependency
-from headrace.kernels.gluon_rings import leave_part, ring_barriers, sum_parts
-from headrace.kernels.launch import next_power_of_2, pdl
-from headrace.kernels.narrow import LESS_128, LESS_136, RUN, NarrowMatrix
+from headrace.kernels.gluon_rings import ask, ask_rows, leave_part, ring_barriers, sum_parts
+from headrace.kernels.launch import pdl
+from headrace.kernels.narrow import INT4, LESS_128, LESS_136, RUN, NarrowMatrix, written
 
 # Two bytes side by side -> bfloat16 of their low halves in $0, of the high ones in $1: n is the end of the fraction of 128 + n,
 # which $3 frees of 128 and the zero. Then times $5, twice the scale; $7 is what bfloat16 has lost of that.
-_CODES = """
-prmt.b32 both, $2, 0, 0x4140;
-lop3.b32 a, both, 0x000f000f, 0x43004300, 0xea;
-shr.u32 both, both, 4;
-lop3.b32 b, both, 0x000f000f, 0x43004300, 0xea;
-mov.b32 c, 0x3f803f80;
-fma.rn.bf16x2 a, a, c, $3;
-fma.rn.bf16x2 b, b, c, $3;
-"""
+_CODES = written(INT4, {"{in}": "$2", "{spread}": "0x4140", "{0}": "a", "{1}": "b", "{less 0}": "$3", "{less 1}": "$3"})
 _FOLD = gl.constexpr("{.reg .b32 both, a, b, c;" + _CODES + "mul.rn.bf16x2 $0, a, $5;\nmul.rn.bf16x2 $1, b, $5;}")
 _FOLD_REST = gl.constexpr(
     "{.reg .b32 both, a, b, c;" + _CODES
@@ -53,14 +44,21 @@ def _twice(x):
 
 
 @gluon.jit
-def _numbers(w, kept, kept_zeros, at, ZEROS: gl.constexpr, left: gl.constexpr):
-    """A block's run, with scales and zeros of line `at`, times its scales: columns 0 to 63 and 64 to 127."""
-    raw = w.load(left)
-    none = gl.full(raw.shape, 0, gl.int32, left)
+def less_zeros(none, kept_zeros, at, ZEROS: gl.constexpr, left: gl.constexpr):
+    """What frees 128 + n of 128 and of the zeros of line `at`, or 8 where there are none; `none`: 0 for each number."""
     less = none + LESS_136
     if ZEROS:  # a zero joins 128, of which it is the end of the fraction
         zero = kept_zeros.index(at).load(gl.SliceLayout(1, left)).to(gl.int32) * 0x10001 | LESS_128
         less = none + zero[:, None]
+    return less
+
+
+@gluon.jit
+def _numbers(w, kept, kept_zeros, at, ZEROS: gl.constexpr, left: gl.constexpr):
+    """A block's run, with scales and zeros of line `at`, times its scales: columns 0 to 63 and 64 to 127."""
+    raw = w.load(left)
+    none = gl.full(raw.shape, 0, gl.int32, left)
+    less = less_zeros(none, kept_zeros, at, ZEROS, left)
     whole = kept.index(at).load(gl.SliceLayout(1, left))
     scale = whole.to(gl.bfloat16)
     factor = none + _twice(scale)[:, None]
@@ -75,23 +73,6 @@ def _numbers(w, kept, kept_zeros, at, ZEROS: gl.constexpr, left: gl.constexpr):
             _FOLD_REST, "=&r,=r,r,r,r,r,r,r,r", [raw, less, factor, rest], (gl.bfloat16, gl.bfloat16), True, 2
         )
     return low, high
-
-
-@gluon.jit
-def _ask(
-    w_tiles, full, w_ring, i, n0, at, BYTES: gl.constexpr, TILE_N: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    mbarrier.expect(full.index(i % STAGES), BYTES)
-    for part in gl.static_range(PARTS):
-        place = w_ring.index(i % STAGES * PARTS + part)
-        tma.async_copy_global_to_shared(w_tiles, [n0 + part * TILE_N, at], full.index(i % STAGES), place)
-
-
-@gluon.jit
-def _ask_rows(x_tiles, full, x_ring, i, m0, k, STAGES: gl.constexpr):
-    for half in gl.static_range(2):
-        place = x_ring.index(i % STAGES * 2 + half)
-        tma.async_copy_global_to_shared(x_tiles, [m0, k + half * 64], full.index(i % STAGES), place)
 
 
 @gluon.jit
@@ -143,7 +124,7 @@ def _folded_gemm(
     kept_zeros = kept
     full = ring_barriers(STAGES)
     for i in range(0, min(STEPS, STAGES)):
-        _ask(w_tiles, full, w_ring, i, n0, (first + i) * 64, BYTES, TILE_N, PARTS, STAGES)
+        ask(w_tiles, w_ring, full, i, n0, TILE_N, (first + i) * 64, STAGES, PARTS, BYTES)
     run = gl.arange(0, STEPS_BLOCK, layout=gl.SliceLayout(1, table))
     row = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, table))
     places = (gl.minimum(row, N - 1) * (STEPS * SPLITS) + first)[None, :] + gl.minimum(run, STEPS - 1)[:, None]
@@ -155,7 +136,7 @@ def _folded_gemm(
         grid_dependency("wait", WARPS)
         grid_dependency("launch_dependents", WARPS)
     for i in range(0, min(STEPS, STAGES)):
-        _ask_rows(x_tiles, full, x_ring, i, m0, (first + i) * 128, STAGES)
+        ask_rows(x_tiles, x_ring, full, i, m0, (first + i) * 128, 2, STAGES)
     gl.thread_barrier()
     none = gl.full([TILE_N, BLOCK_M], 0.0, gl.float32, sums)
     acc = warpgroup_mma_init(none)
@@ -178,8 +159,8 @@ def _folded_gemm(
         acc, below = warpgroup_mma_wait(0, deps=[acc, below])
         if i + STAGES < STEPS:
             gl.thread_barrier()  # all warps have read the place
-            _ask(w_tiles, full, w_ring, i, n0, (first + i + STAGES) * 64, BYTES, TILE_N, PARTS, STAGES)
-            _ask_rows(x_tiles, full, x_ring, i, m0, (first + i + STAGES) * 128, STAGES)
+            ask(w_tiles, w_ring, full, i, n0, TILE_N, (first + i + STAGES) * 64, STAGES, PARTS, BYTES)
+            ask_rows(x_tiles, x_ring, full, i, m0, (first + i + STAGES) * 128, 2, STAGES)
         acc = warpgroup_mma_init(acc)
         below = warpgroup_mma_init(below)
     LAST: gl.constexpr = (STEPS - 1) % STAGES
@@ -221,7 +202,7 @@ def folded_gemm(
         w_tiles=TensorDescriptor.from_tensor(weight.data, w_box, w_layout), bias_ptr=bias, out_ptr=out,
         partials_ptr=x.new_empty(size, dtype=torch.float32) if size else None, tickets_ptr=tickets if size else None,
         M=rows, N=columns, tiles_m=tiles_m, ZEROS=weight.zeros is not None, STEPS=steps,
-        STEPS_BLOCK=max(32, next_power_of_2(steps)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SPLITS=tile.splits,
+        STEPS_BLOCK=groups_held(steps), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SPLITS=tile.splits,
         STAGES=min(tile.stages, steps), WARPS=tile.num_warps, HAS_BIAS=bias is not None, num_warps=tile.num_warps, **pdl(x),
     )  # fmt: skip
     return out

@@ -15,6 +15,7 @@ multiply two tiles of x. A `span` is as many bytes of a row as have one scale (f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -105,7 +106,7 @@ def step_columns(kind: str, block_k: int) -> int:
 # Bytes in a register -> bfloat16, two beside each other at a time: {in} -> {0} and, of 4 bits, {1}. A byte is put beside 0x43:
 # 0x4300 | n is 128 + n, for n below 128.
 # The sum with {less 0} frees it of 128 and of the zero at once, which is exact where the zero is a whole number.
-_INT4 = """
+INT4 = """
 prmt.b32 both, {in}, 0, {spread};
 lop3.b32 a, both, 0x000f000f, 0x43004300, 0xea;
 shr.u32 both, both, 4;
@@ -149,6 +150,13 @@ fma.rn.bf16x2 {1}, b, c, d;
 """  # 2^126
 
 
+def written(body: str, names: Mapping[str, str]) -> str:
+    """Instructions with what stands for {these}."""
+    for name, value in names.items():
+        body = body.replace(name, value)
+    return body
+
+
 def _converting(body: str, pairs: int) -> Any:
     """The instructions for so many pairs of bytes, their results in the order of the tensors, as Triton takes them."""
     tensors = 2 if "{1}" in body else 1
@@ -158,16 +166,13 @@ def _converting(body: str, pairs: int) -> Any:
         names |= {f"{{{tensor}}}": f"${tensor * pairs + pair}" for tensor in range(tensors)}
         # behind the bytes, a register for each byte and half: of one row, so that all of a half are the same
         names |= {f"{{less {half}}}": f"${tensors * pairs + 1 + 2 * pairs * half}" for half in range(2)}
-        part = body
-        for name, value in names.items():
-            part = part.replace(name, value)
-        lines += part
+        lines += written(body, names)
     text = f"{{.reg .b32 word, both, a, b, c, d;\nmov.b32 word, ${tensors * pairs};{lines}}}"
     return tl and tl.constexpr(text)
 
 
 # a thread has two bytes side by side for a wgmma, and four for other products
-INT4_2, INT4_4 = _converting(_INT4, 1), _converting(_INT4, 2)
+INT4_2, INT4_4 = _converting(INT4, 1), _converting(INT4, 2)
 INT8_2, INT8_4, FP8_2, FP8_4 = _converting(_INT8, 1), _converting(_INT8, 2), _converting(_FP8, 1), _converting(_FP8, 2)
 FP4_2, FP4_4 = _converting(_FP4, 1), _converting(_FP4, 2)
 # -128 and -136 twice, as bfloat16 in 32 bits
