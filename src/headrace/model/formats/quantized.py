@@ -16,7 +16,7 @@ from headrace.errors import CheckpointError
 from headrace.model.formats.quantized_fields import INSTEAD, Fields
 from headrace.model.formats.quantized_tools import auto_round, quark, torchao
 from headrace.model.formats.safetensors_file import read_json
-from headrace.model.formats.scheme import Modules, Quantization, Scheme
+from headrace.model.formats.scheme import Modules, Quantization, Scheme, by_scheme
 
 _BESIDE = (  # where older tools wrote what config.json does not say, what is in it for sure, and of which method it then is
     ("quantize_config.json", "bits", "gptq"), ("quant_config.json", "w_bit", "awq"),
@@ -129,11 +129,8 @@ def _modelopt(fields: Fields) -> Quantization:
     ignored, layers = "ignore" if "ignore" in fields.given else "exclude_modules", "quantized_layers"
     if fields.one_of("quant_algo", None, *_MODELOPT, "mixed_precision") != "mixed_precision":
         return _everywhere(fields, _modelopt_scheme(fields), ignored)
-    named: dict[Scheme, list[str]] = {}
-    for name in fields.keys(layers):
-        named.setdefault(_modelopt_scheme(fields.inside(layers).inside(name)), []).append(name)
-    groups = tuple((Modules(names), scheme) for scheme, names in named.items())
-    return Quantization(fields.where, groups, None, Modules(fields.names(ignored)))
+    named = ((name, _modelopt_scheme(fields.inside(layers).inside(name))) for name in fields.keys(layers))
+    return Quantization(fields.where, by_scheme(named), None, Modules(fields.names(ignored)))
 
 
 def _modelopt_scheme(fields: Fields) -> Scheme:

@@ -8,13 +8,13 @@ from itertools import groupby
 from types import MappingProxyType
 
 from headrace.model.formats.quantized_fields import Fields
-from headrace.model.formats.scheme import Modules, Quantization, Scheme
+from headrace.model.formats.scheme import Modules, Quantization, Scheme, by_scheme
 
 
 def auto_round(fields: Fields) -> Quantization:
     """AutoRound's, packed like GPTQ, AWQ, compressed-tensors or FP8 files. What it leaves alone (`extra_config`: 16 bits) has
     no scale in the file, and of what it has in other bits the names say so, or of integers the shapes."""
-    scheme, named = _auto_round_scheme(fields), dict[Scheme, list[str]]()
+    scheme, named = _auto_round_scheme(fields), list[tuple[str, Scheme]]()
     for name in fields.keys("extra_config") if fields.given.get("extra_config") else ():
         own = Fields({**fields.given, **fields.inside("extra_config").inside(name).given}, f"{fields.where} {name}")
         if own.given.get("bits") in (16, 32) or all(own.given.get(key) == fields.given.get(key) for key in _OWN):
@@ -22,9 +22,8 @@ def auto_round(fields: Fields) -> Quantization:
         if scheme.format == "gptq":
             scheme = replace(scheme, bits=0)
         else:
-            named.setdefault(_auto_round_scheme(own), []).append(name)
-    groups = tuple((Modules(names), of_these) for of_these, names in named.items())
-    return Quantization(fields.where, groups, scheme, Modules(fields.names("modules_to_not_convert")))
+            named.append((name, _auto_round_scheme(own)))
+    return Quantization(fields.where, by_scheme(named), scheme, Modules(fields.names("modules_to_not_convert")))
 
 
 def _auto_round_scheme(fields: Fields) -> Scheme:

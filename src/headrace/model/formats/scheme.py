@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from fnmatch import translate
 
@@ -43,6 +43,14 @@ class Modules:
             ends = (".".join(parts[first:]) for first in range(len(parts)))
             self._known[module] = not self._names.isdisjoint(ends) or self._named(module.rpartition(".")[0])
         return self._known[module]
+
+
+def by_scheme(named: Iterable[tuple[str, Scheme]]) -> tuple[tuple[Modules, Scheme], ...]:
+    """Groups of a Quantization: one of all names with the same scheme, in the order in which the schemes come first."""
+    found: dict[Scheme, list[str]] = {}
+    for name, scheme in named:
+        found.setdefault(scheme, []).append(name)
+    return tuple((Modules(names), scheme) for scheme, names in found.items())
 
 
 @dataclass(frozen=True, slots=True)
