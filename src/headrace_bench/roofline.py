@@ -34,7 +34,7 @@ from headrace.model.checkpoint import MADE
 from headrace.model.config import ModelConfig
 from headrace.model.families import weight_plan
 from headrace.model.formats.scheme import Quantization
-from headrace.worker.reading import Reading
+from headrace.worker.reading import Layers, Reading
 
 ROUNDS, ROUND_RUNS = 5, 6  # of each measurement
 FP8 = torch.float8_e4m3fn
@@ -209,13 +209,6 @@ def dtype_of_products(model: ModelConfig, dtype: torch.dtype, reading: Reading |
         return dtype
     width = reading.weights / numbers_of(model)  # 1.06 bytes in Q8_0
     return torch.int8 if width < 1.9 else torch.bfloat16 if width < 3.8 else torch.float32
-
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """Some of a model's, as the cache is told of them."""
-
-    kv_shapes: tuple[LayerShape, ...]
 
 
 def token_bytes(model: ModelConfig, dtype: torch.dtype) -> dict[int, int]:

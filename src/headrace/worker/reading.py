@@ -45,8 +45,8 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class _SeesAll:
-    """The layers of a model that read all of a sequence."""
+class Layers:
+    """Some of a model's, as the cache is told of them."""
 
     kv_shapes: tuple[LayerShape, ...]
 
@@ -57,8 +57,8 @@ def reading_of(
     """Of a rank's part of a model; `threads` that run its steps on a CPU, 0 where torch does, of which it is not known."""
     if model.experts is not None or (device.type == "cpu" and not threads):
         return None
-    shapes = tuple(of for layer, of in enumerate(model.kv_shapes) if not model.window(layer))
-    token = KVCache.bytes_per_block(_SeesAll(shapes), 1, cache_dtype)
+    see_all = tuple(of for layer, of in enumerate(model.kv_shapes) if not model.window(layer))
+    token = KVCache.bytes_per_block(Layers(see_all), 1, cache_dtype)
     if device.type == "cpu":
         return Reading(weights, token, threads)
     card = torch.cuda.get_device_properties(device)
