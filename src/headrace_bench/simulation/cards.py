@@ -20,7 +20,7 @@ from headrace.config import EngineConfig
 from headrace.errors import CapacityError, ParameterError
 from headrace.model.config import ModelConfig
 from headrace.worker.memory_plan import captured_tokens
-from headrace_bench.roofline import Limits, Machine, score_columns
+from headrace_bench.roofline import Limits, Machine
 from headrace_bench.simulation.cost import Roofline
 
 Shares = tuple[tuple[int, float], ...]  # (rows, share of the limit)
@@ -115,7 +115,7 @@ def roofline(card: Card, model: ModelConfig, dtype: torch.dtype, ranks: int) -> 
         kv_bytes=kv_bytes(model, dtype, ranks),
         row_flops=2 * limits.parameters.of_row / ranks,
         head_flops=2 * model.vocab_size * model.hidden_size / ranks,
-        pair_flops=4 * sum(score_columns(model).values()) / ranks,
+        pair_flops=4 * sum(limits.score_columns.values()) / ranks,
         bandwidth=machine.bandwidth,
         flops=machine.flops,
         shares=measured.shares[nearest],
