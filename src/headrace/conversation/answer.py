@@ -78,8 +78,7 @@ class AnswerParser:
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, *, thought_ends: bool = False):
         self._reasoning, self.tools = reasoning, tools
-        reads_thoughts = reasoning is not None and tools is not None and not thought_ends
-        self._in_thoughts = ThoughtCalls(tools) if tools is not None and reads_thoughts else None
+        self._in_thoughts = ThoughtCalls(tools) if reasoning is not None and tools is not None and not thought_ends else None
 
     @property
     def num_calls(self) -> int:
