@@ -17,10 +17,10 @@ from headrace_bench.engine import commit_of_source
 def about() -> dict[str, Any]:
     """The card is this process's, if it has used one."""
     torch = sys.modules.get("torch")
-    used = torch is not None and torch.cuda.is_initialized()
-    machine: dict[str, Any] = {"cpu": cpu_name(), "cpus": os.cpu_count()}
-    if torch is not None and used:
-        machine = {"card": torch.cuda.get_device_name()}
+    if torch is not None and torch.cuda.is_initialized():
+        machine: dict[str, Any] = {"card": torch.cuda.get_device_name()}
+    else:
+        machine = {"cpu": cpu_name(), "cpus": os.cpu_count()}
     versions: dict[str, Any] = {"python": platform.python_version()}
     for name in ("torch", "triton"):
         try:
